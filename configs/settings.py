@@ -33,34 +33,60 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str | None = Field(None, description="Model folder, .gguf file or hub id; none: demo")
-    served_model_name: str | None = None
-    load_format: Literal["auto", "dummy"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    tensor_parallel_size: Literal[1] = 1
+    model: str | None = Field(
+        None, description="Model folder, .gguf file or hub id. Left out: the demo model"
+    )
+    served_model_name: str | None = Field(
+        None, description="Name of the base model in the API (default: the model's own)"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="`dummy`: random weights of the model's shape, for benchmarks"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of the weights; auto: float32 on a CPU, the checkpoint's on a GPU"
+    )
+    tensor_parallel_size: Literal[1] = Field(1, description="GPUs to cut the model over")
 
-    max_model_len: Count | None = None
-    max_num_seqs: Count = 256
-    max_num_batched_tokens: Count = 2048
-    block_size: Count = 16
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    cpu_kv_memory: Size = 2**30
-    enable_prefix_caching: bool = True
+    max_model_len: Count | None = Field(
+        None, description="Longest prompt and answer, in tokens (default: the model's)"
+    )
+    max_num_seqs: Count = Field(256, description="Requests that run at once; more wait")
+    max_num_batched_tokens: Count = Field(2048, description="Token budget of one step")
+    block_size: Count = Field(16, description="Tokens in one block of the KV cache")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="Share of the GPU's memory to use"
+    )
+    cpu_kv_memory: Size = Field(2**30, description="Size of the KV cache on a CPU")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompts")
 
-    adapters: dict[str, Path] = Field(default_factory=dict)
-    adapter_dirs: tuple[Path, ...] = ()
-    max_loras: Count = 32
-    max_lora_rank: Count = 64
-    lora_memory: Size | None = None
+    adapters: dict[str, Path] = Field(
+        default_factory=dict, description="NAME=PATH of an adapter to load at start; repeatable"
+    )
+    adapter_dirs: tuple[Path, ...] = Field(
+        (), description="Root that adapters may be loaded from at run time; repeatable"
+    )
+    max_loras: Count = Field(32, description="Distinct adapters in one step")
+    max_lora_rank: Count = Field(64, description="Largest rank that an adapter may have")
+    lora_memory: Size | None = Field(
+        None, description="GPU pool of adapters (default: max-loras adapters of the largest rank)"
+    )
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_key: str | None = Field(None, repr=False)
-    max_queue: Count = 1024
-    request_timeout: Annotated[float, Field(gt=0)] = 600.0
-    drain_timeout: Annotated[float, Field(ge=0)] = 30.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on")
+    api_key: str | None = Field(
+        None, repr=False, description="Key that clients must send as a bearer token"
+    )
+    max_queue: Count = Field(1024, description="Requests that may wait; more are answered 429")
+    request_timeout: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds after which a request is ended with an error"
+    )
+    drain_timeout: Annotated[float, Field(ge=0)] = Field(
+        30.0, description="Seconds that running requests may take after SIGTERM"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe log line to print"
+    )
 
 
 def load(config_file: Path | None = None, **overrides: Any) -> Settings:
