@@ -1,0 +1,62 @@
+"""Settings: files, overrides, and errors that name the key."""
+
+from pathlib import Path
+
+import pytest
+
+from lorakeet.configs import settings
+from lorakeet.configs.settings import SettingsError
+
+CONFIGS = Path(settings.__file__).parent
+
+
+def test_overrides_win_over_the_file_and_none_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("max_loras: 3\nport: 9000\nlora_memory: 512MiB\n")
+    loaded = settings.load(file, max_loras=5, port=None)
+    assert (loaded.max_loras, loaded.port, loaded.lora_memory) == (5, 9000, 512 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1k", 1024), ("8GiB", 2**33), ("1.5g", 3 * 2**29), ("77", 77), ("2 MB", 2**21)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert settings.load(lora_memory=text).lora_memory == size
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_loras", 0),
+        ("max_loras", "many"),
+        ("lora_memory", "1 parrot"),
+        ("lora_memory", -1),
+        ("gpu_memory_utilization", 1.5),
+        ("dtype", "int8"),
+        ("port", 70000),
+        ("no_such_setting", 1),
+    ],
+)
+def test_a_bad_setting_is_named(key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=key):
+        settings.load(**{key: value})
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "a: [", ": :"])
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match=r"s\.yaml"):
+        settings.load(file)
+    with pytest.raises(SettingsError, match="absent"):
+        settings.load(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.name)
+def test_the_files_that_come_along_load(file: Path) -> None:
+    assert settings.load(file).max_loras >= 1
+
+
+def test_the_api_key_is_not_shown() -> None:
+    assert "hush" not in repr(settings.load(api_key="hush"))
