@@ -1,6 +1,7 @@
 """Settings: files, overrides, and errors that name the key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_sizes(text: str, size: int) -> None:
         ("no_such_setting", 1),
     ],
 )
-def test_a_bad_setting_is_named(key: str, value: object) -> None:
+def test_a_bad_setting_is_named(key: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=key):
         settings.load(**{key: value})
 

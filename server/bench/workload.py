@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 # Common English words: nearly every tokenizer has each of them (with its space) as one token.
-_WORDS = """the of and to in is that for it as was with be by on not he his but at are this have from or
+_WORDS = """\
+the of and to in is that for it as was with be by on not he his but at are this have from or
 had an they which one you were all her she there would their we him been has when who will
 no more if out so up said what its about than into them can only other time new some could
 these two may first then do any like my now over such our man me even most made after also
