@@ -1,0 +1,254 @@
+"""Logits to tokens: penalties, filters, one uniform number a row, log-probabilities.
+
+A row's token depends on its own logits, parameters, seed and token index alone. Probabilities
+become integer weights, whose sums are exact in any order: so neither the other rows of a batch nor
+the way a device adds can move a border between two tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GREEDY_BELOW = 1e-5  # at such a temperature all but exact ties is greedy, in float32
+_WEIGHT_ONE = 2.0**40  # weight of the likeliest token; 2^22 tokens of it still fit an int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """How the next token of one sequence is chosen. Defaults change nothing.
+
+    Presence and frequency penalties count generated tokens (OpenAI); the repetition penalty looks
+    at the prompt too (Hugging Face).
+    """
+
+    seed: int = 0
+    token_index: int = 0  # tokens of the sequence generated so far
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_ids: Sequence[int] = ()  # never chosen: stop tokens, until min_tokens are there
+    prompt_ids: Sequence[int] = ()  # read for repetition_penalty only
+    output_ids: Sequence[int] = ()  # read for the three penalties only
+    num_logprobs: int | None = None  # alternatives to report; 0: only the chosen token
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """One value for each of N (row, token id) pairs."""
+
+    rows: Tensor  # (N,) int64
+    ids: Tensor  # (N,) int64
+    values: Tensor  # (N,) float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Parameters of L rows on the device; None where no row uses the feature."""
+
+    repetition: LogitEdits | None  # factors; a pair occurs once
+    offsets: LogitEdits | None  # penalties, biases, bans: values of the same pair add up
+    num_logprobs: int | None  # the most any row wants; None: no row wants any
+    temperatures: Tensor | None = None  # (L, 1) float32; None: every row is greedy
+    uniforms: Tensor | None = None  # (L, 1) float64 in [0, 1); None: every row is greedy
+    greedy: Tensor | None = None  # (L,) bool; None: all rows alike
+    top_k: Tensor | None = None  # (L, 1) int64, 1 to vocab
+    top_p: Tensor | None = None  # (L, 1) float64
+    min_p: Tensor | None = None  # (L, 1) float32
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """L rows, on the logits' device. A failed row's other values mean nothing."""
+
+    token_ids: Tensor  # (L,) int64
+    failed: Tensor  # (L,) bool: NaN or infinity in its logits, or no token left to choose
+    logprobs: Tensor | None = None  # (L,) float32, of the chosen token under the model itself
+    top_ids: Tensor | None = None  # (L, K) int64, likeliest first
+    top_logprobs: Tensor | None = None  # (L, K) float32
+
+
+def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, index), the same at any time and place.
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) read as a
+    counter-based generator; the seed is mixed first, so that near seeds start far apart.
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    bits = _mix(_mix(seeds + gamma) + (indices + np.uint64(1)) * gamma)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def build(
+    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
+) -> SamplingBatch:
+    """Collect the rows' parameters. Token ids outside the vocabulary are ignored."""
+    assert vocab_size <= 2**22
+    wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
+    edits = SamplingBatch(
+        repetition=_edits(map(_repetition, rows), vocab_size, device),
+        offsets=_edits(map(_offsets, rows), vocab_size, device),
+        num_logprobs=max(wanted) if wanted else None,
+    )
+    greedy = [row.temperature < _GREEDY_BELOW for row in rows]
+    if all(greedy):
+        return edits
+
+    def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype).to(device, non_blocking=True)[:, None]
+
+    def used(values: Iterable[float], off: float, dtype: torch.dtype) -> Tensor | None:
+        kept = [off if skip else value for value, skip in zip(values, greedy, strict=True)]
+        return column(kept, dtype) if any(value != off for value in kept) else None
+
+    uniforms = uniform(
+        np.array([row.seed % 2**64 for row in rows], dtype=np.uint64),
+        np.array([row.token_index for row in rows], dtype=np.uint64),
+    )
+    top_k = (min(row.top_k, vocab_size) if row.top_k > 0 else vocab_size for row in rows)
+    return replace(
+        edits,
+        temperatures=column((max(row.temperature, _GREEDY_BELOW) for row in rows), torch.float32),
+        uniforms=column(uniforms.tolist(), torch.float64),
+        greedy=column(greedy, torch.bool)[:, 0] if any(greedy) else None,
+        top_k=used(top_k, vocab_size, torch.int64),
+        top_p=used((row.top_p for row in rows), 1.0, torch.float64),
+        min_p=used((row.min_p for row in rows), 0.0, torch.float32),
+    )
+
+
+_Pairs = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, values
+
+
+def _repetition(row: SamplingRow) -> _Pairs | None:
+    if row.repetition_penalty == 1.0:
+        return None
+    ids = np.unique(np.array([*row.prompt_ids, *row.output_ids], dtype=np.int64))
+    return ids, np.full(len(ids), row.repetition_penalty, dtype=np.float32)
+
+
+def _offsets(row: SamplingRow) -> _Pairs | None:
+    ids = [np.array([*row.logit_bias, *row.banned_ids], dtype=np.int64)]
+    values = [np.array([*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)], np.float32)]
+    if row.presence_penalty or row.frequency_penalty:
+        seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
+        ids.append(seen)
+        penalty = row.presence_penalty + row.frequency_penalty * counts
+        values.append(-penalty.astype(np.float32))
+    return np.concatenate(ids), np.concatenate(values)
+
+
+def _edits(
+    pairs: Iterable[_Pairs | None], vocab_size: int, device: torch.device | str
+) -> LogitEdits | None:
+    all_rows, all_ids, all_values = [], [], []
+    for row, pair in enumerate(pairs):
+        if pair is None or pair[0].size == 0:
+            continue
+        inside = (pair[0] >= 0) & (pair[0] < vocab_size)  # an id outside would write elsewhere
+        all_ids.append(pair[0][inside])
+        all_values.append(pair[1][inside])
+        all_rows.append(np.full(inside.sum(), row, dtype=np.int64))
+    if not all_rows:
+        return None
+
+    def to_device(parts: Sequence[NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+
+    return LogitEdits(to_device(all_rows), to_device(all_ids), to_device(all_values))
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    """One token for each row of `logits` (L, vocab), which stay as they are. Never syncs.
+
+    Order: repetition penalty, other penalties with biases and bans, temperature, top-k, top-p,
+    min-p. Tokens tied at a filter's border are all kept. Log-probabilities are those of the
+    logits as they came.
+    """
+    raw = logits.float()
+    edited = edit_logits(raw, batch)
+    best, token_ids = edited.max(dim=1)  # NaN wins
+    failed = ~best.isfinite()
+    if batch.temperatures is not None and batch.uniforms is not None:
+        scaled = (edited - best[:, None]).div_(batch.temperatures)
+        weights = _filter(scaled.masked_fill_(failed[:, None], 0.0), batch)
+        drawn = _draw(weights, batch.uniforms)
+        token_ids = drawn if batch.greedy is None else torch.where(batch.greedy, token_ids, drawn)
+    if batch.num_logprobs is None:
+        return SamplerOutput(token_ids, failed)
+    return SamplerOutput(token_ids, failed, *score(raw, token_ids, batch.num_logprobs))
+
+
+def score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `targets` (N,) under `logits` (N, vocab), and the likeliest tokens.
+
+    Returns float32 (N,), int64 ids (N, K) and float32 (N, K), K = min(num_top, vocab).
+    """
+    logits = logits.float()
+    best = logits.amax(dim=1, keepdim=True)
+    log_total = (logits - best).exp_().sum(dim=1, keepdim=True).log_()
+    top, top_ids = logits.topk(min(num_top, logits.shape[1]), dim=1)
+    # the maximum is taken off first: logits of 1e4 would leave float32 no digits for the rest
+    chosen = logits.gather(1, targets[:, None]) - best - log_total
+    return chosen[:, 0], top_ids, top - best - log_total
+
+
+def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """`logits` (L, vocab) float32 with penalties, biases and bans: a copy, if any row has some."""
+    if (edits := batch.repetition) is not None:
+        old = logits[edits.rows, edits.ids]
+        new = torch.where(old > 0, old / edits.values, old * edits.values)
+        logits = logits.index_put((edits.rows, edits.ids), new)
+    if (edits := batch.offsets) is not None:
+        logits = logits.index_put((edits.rows, edits.ids), edits.values, accumulate=True)
+    return logits
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """Probabilities up to a factor, as int64, of logits whose maximum is 0."""
+    return (scaled.exp() * _WEIGHT_ONE).long()
+
+
+def _filter(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """Weights (L, vocab) with zeros for what top-k, top-p and min-p cut off."""
+    weights = _weights(scaled)
+    if batch.top_k is not None or batch.top_p is not None:
+        ordered = scaled.sort(dim=1, descending=True).values
+        if batch.top_k is not None:
+            border = ordered.gather(1, batch.top_k - 1)
+            ordered.masked_fill_(ordered < border, -torch.inf)
+        if batch.top_p is not None:
+            mass = _weights(ordered)
+            sums = mass.cumsum(dim=1)
+            total = sums[:, -1:]
+            limit = (batch.top_p * total).ceil().long().clamp(min=1)
+            limit = torch.where(batch.top_p < 1, limit, total)
+            # a token stays while those before it fall short of the limit
+            num_kept = (sums - mass < limit).sum(dim=1, keepdim=True)
+            border = ordered.gather(1, num_kept - 1)
+        weights.masked_fill_(scaled < border, 0)
+    if batch.min_p is not None:
+        weights.masked_fill_(scaled < batch.min_p.log(), 0)
+    return weights
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse of the cumulative distribution at `uniforms` (L, 1): token ids (L,)."""
+    sums = weights.cumsum(dim=1)
+    total = sums[:, -1:]
+    target = (uniforms * total).long().minimum(total - 1)
+    return torch.searchsorted(sums, target, right=True)[:, 0]
