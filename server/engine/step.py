@@ -75,3 +75,4 @@ class StepResult:
     prompt_logprobs: dict[SequenceId, list[TokenLogprob]] = field(default_factory=dict)
     loaded: tuple[Slot, ...] = ()  # slots whose copy has completed
     load_seconds: tuple[float, ...] = ()
+    load_errors: dict[Slot, str] = field(default_factory=dict)  # slots whose copy failed, and why

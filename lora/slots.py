@@ -1,0 +1,199 @@
+"""Which adapter is in which slot and rows of the pool: bookkeeping, no tensors.
+
+A slot goes free → loading → ready, and from ready to free again when it is evicted or its adapter
+unloaded. It can be evicted when it is ready, nobody uses it and its adapter is not pinned.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from lorakeet.lora.adapter import AdapterId, Slot
+
+
+class PoolError(Exception):
+    """An adapter can never be served by this pool; the message says why."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A slot and rows that an adapter has been given; it is loading until `loaded` or `failed`."""
+
+    adapter_id: AdapterId
+    slot: Slot
+    rows: tuple[int, ...]
+
+
+@dataclass
+class _Resident:
+    assignment: Assignment
+    ready: bool = False
+    uses: int = 0
+    unloading: bool = False
+
+
+class SlotManager:
+    """Gives slots and rank rows to adapters; evicts the least recently used idle one."""
+
+    def __init__(self, num_slots: int, num_rows: int, max_rank: int) -> None:
+        """`num_slots` counts slot 0, which is never given away, as the pool's row table does."""
+        if num_slots > 1 and num_rows < max_rank:
+            raise ValueError(f"a pool of {num_rows} rows cannot hold an adapter of rank {max_rank}")
+        self.num_slots = num_slots
+        self.num_rows = num_rows
+        self.max_rank = max_rank
+        self._free_slots = [Slot(slot) for slot in reversed(range(1, num_slots))]
+        self._free_rows = list(reversed(range(num_rows)))
+        self._ranks: dict[AdapterId, int] = {}
+        self._pinned: set[AdapterId] = set()
+        self._residents: dict[AdapterId, _Resident] = {}
+        self._evictable: OrderedDict[AdapterId, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_used_rows(self) -> int:
+        return self.num_rows - len(self._free_rows)
+
+    @property
+    def num_loading(self) -> int:
+        return sum(not resident.ready for resident in self._residents.values())
+
+    @property
+    def available(self) -> tuple[int, int]:
+        """Slots and rows that `assign` could give, by evicting all that can be."""
+        evictable_rows = sum(self._ranks[adapter_id] for adapter_id in self._evictable)
+        return (
+            len(self._free_slots) + len(self._evictable),
+            len(self._free_rows) + evictable_rows,
+        )
+
+    def register(self, adapter_id: AdapterId, rank: int, pinned: bool) -> None:
+        """Make an adapter known. Raises PoolError if it is too large, or if pinning it would not
+        leave a slot and the rows of the largest rank for others."""
+        assert adapter_id not in self._ranks
+        if self.num_slots < 2 or rank > self.max_rank:
+            raise PoolError(f"rank {rank} is larger than the pool takes, which is {self.max_rank}")
+        if pinned:
+            pinned_rows = sum(self._ranks[other] for other in self._pinned) + rank
+            if (
+                len(self._pinned) + 2 > self.num_slots - 1
+                or pinned_rows + self.max_rank > self.num_rows
+            ):
+                raise PoolError("pinning this adapter would leave no room for any other")
+            self._pinned.add(adapter_id)
+        self._ranks[adapter_id] = rank
+
+    def is_pinned(self, adapter_id: AdapterId) -> bool:
+        return adapter_id in self._pinned
+
+    def slot_of(self, adapter_id: AdapterId) -> Slot | None:
+        """The slot that the adapter is in or being loaded into."""
+        resident = self._residents.get(adapter_id)
+        return resident.assignment.slot if resident else None
+
+    def is_ready(self, adapter_id: AdapterId) -> bool:
+        resident = self._residents.get(adapter_id)
+        return resident is not None and resident.ready
+
+    def tier(self, adapter_id: AdapterId) -> Literal["host", "loading", "gpu"]:
+        resident = self._residents.get(adapter_id)
+        if resident is None:
+            return "host"
+        return "gpu" if resident.ready else "loading"
+
+    def assign(self, adapter_id: AdapterId) -> Assignment | None:
+        """A slot and as many rows as the adapter's rank, evicting idle adapters if need be.
+
+        None, and nothing is evicted, when slots or rows would not suffice.
+        """
+        assert adapter_id not in self._residents
+        rank = self._ranks[adapter_id]
+        slots, rows = self.available
+        if slots < 1 or rows < rank:
+            return None
+        while not self._free_slots or len(self._free_rows) < rank:
+            self._free(next(iter(self._evictable)))
+        assignment = Assignment(
+            adapter_id, self._free_slots.pop(), tuple(self._free_rows.pop() for _ in range(rank))
+        )
+        self._residents[adapter_id] = _Resident(assignment)
+        return assignment
+
+    def loaded(self, slot: Slot) -> AdapterId:
+        """The copy into a loading slot is complete. Returns the adapter that is in it."""
+        adapter_id, resident = self._loading_in(slot)
+        resident.ready = True
+        self._settle(adapter_id)
+        return adapter_id
+
+    def failed(self, slot: Slot) -> AdapterId:
+        """The copy into a loading slot has failed: slot and rows are free. Nobody may use it."""
+        adapter_id, resident = self._loading_in(slot)
+        assert resident.uses == 0
+        self._free(adapter_id)
+        return adapter_id
+
+    def acquire(self, adapter_id: AdapterId) -> None:
+        """One more use: the slot is not evicted until every use is released."""
+        resident = self._residents[adapter_id]
+        assert not resident.unloading
+        resident.uses += 1
+        self._evictable.pop(adapter_id, None)
+
+    def release(self, adapter_id: AdapterId) -> None:
+        resident = self._residents[adapter_id]
+        assert resident.uses > 0
+        resident.uses -= 1
+        self._settle(adapter_id)
+
+    def unload(self, adapter_id: AdapterId) -> bool:
+        """Forget the adapter: at once, or at its last use or the end of its load. True: it is gone.
+
+        May be called again to ask.
+        """
+        resident = self._residents.get(adapter_id)
+        if resident is not None:
+            resident.unloading = True
+            self._settle(adapter_id)
+        if adapter_id in self._residents:
+            return False
+        self._ranks.pop(adapter_id, None)
+        self._pinned.discard(adapter_id)
+        return True
+
+    def check(self) -> None:
+        """Assert that every slot and row is either free or owned once."""
+        owned = [resident.assignment for resident in self._residents.values()]
+        slots = sorted([*self._free_slots, *(assignment.slot for assignment in owned)])
+        assert slots == list(range(1, self.num_slots))
+        rows = sorted([*self._free_rows, *(row for one in owned for row in one.rows)])
+        assert rows == list(range(self.num_rows))
+        for adapter_id, resident in self._residents.items():
+            assert len(resident.assignment.rows) == self._ranks[adapter_id]
+            idle = resident.ready and resident.uses == 0
+            assert not (idle and resident.unloading)
+            assert (adapter_id in self._evictable) == (idle and adapter_id not in self._pinned)
+        assert self._evictable.keys() <= self._residents.keys() <= self._ranks.keys()
+        assert self._pinned <= self._ranks.keys()
+
+    def _loading_in(self, slot: Slot) -> tuple[AdapterId, _Resident]:
+        for adapter_id, resident in self._residents.items():
+            if resident.assignment.slot == slot and not resident.ready:
+                return adapter_id, resident
+        raise AssertionError(f"slot {slot} is not loading")
+
+    def _settle(self, adapter_id: AdapterId) -> None:
+        """What becomes of a slot that is perhaps idle now."""
+        resident = self._residents[adapter_id]
+        if not resident.ready or resident.uses > 0:
+            return
+        if resident.unloading:
+            self._free(adapter_id)
+        elif adapter_id not in self._pinned:
+            self._evictable[adapter_id] = None
+            self._evictable.move_to_end(adapter_id)
+
+    def _free(self, adapter_id: AdapterId) -> None:
+        assignment = self._residents.pop(adapter_id).assignment
+        self._evictable.pop(adapter_id, None)
+        self._free_slots.append(assignment.slot)
+        self._free_rows.extend(reversed(assignment.rows))

@@ -1,0 +1,115 @@
+"""One request inside the engine: its tokens, how far they are computed, and when it ends."""
+
+from dataclasses import dataclass, field
+
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.server.engine.blocks import HashChain
+from lorakeet.server.engine.messages import (
+    AddRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from lorakeet.server.engine.step import BlockId, Sampled, SequenceId
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`num_computed_tokens` chases the number of tokens: there are no phases.
+
+    `token_ids` is the prompt and what has been generated; the KV of the first
+    `num_computed_tokens` of them is in `block_ids`.
+    """
+
+    seq_id: SequenceId  # also its place in the order of arrival
+    request: AddRequest
+    chain: HashChain
+    max_model_len: int
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    block_ids: list[BlockId] = field(default_factory=list)
+    num_cached_tokens: int | None = None  # found in the prefix cache when it first started
+    has_output: bool = False  # an output has been sent
+    in_flight: bool = False  # between schedule and apply of a step that it is in
+    finish_reason: FinishReason | None = None
+    _prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt)
+
+    @property
+    def adapter_id(self) -> AdapterId:
+        return AdapterId(self.request.adapter_id)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Scores of the prompt come only from computing it."""
+        return self.sampling.prompt_logprobs is None
+
+    def append(self, token_id: int) -> int | None:
+        """Add a generated token and see whether it is the last: then `finish_reason` is set.
+
+        Returns the token if it is an EOS or stop token that ends the sequence.
+        """
+        self.token_ids.append(token_id)
+        sampling = self.sampling
+        ends = token_id in sampling.stop_token_ids or (
+            token_id in self.request.eos_token_ids and not sampling.ignore_eos
+        )
+        if ends and self.num_generated_tokens > sampling.min_tokens:
+            self.finish_reason = "stop"
+            return token_id
+        if (
+            self.num_generated_tokens >= sampling.max_tokens
+            or len(self.token_ids) >= self.max_model_len
+        ):
+            self.finish_reason = "length"
+        return None
+
+    def collect_prompt_logprobs(self, start: int, scores: list[TokenLogprob]) -> None:
+        """Keep a chunk's scores, of tokens `start + 1` on. After a preemption they come again."""
+        self._prompt_logprobs.extend(scores[len(self._prompt_logprobs) - start - 1 :])
+
+    def output(self, sampled: Sampled | None, stop_token: int | None) -> RequestOutput:
+        """What to send after `append`; the first time with what is known of the prompt."""
+        logprob = sampled.logprob if sampled is not None else None
+        asked = self.sampling.logprobs is not None
+        output = RequestOutput(
+            request_id=self.request.request_id,
+            token_ids=[] if sampled is None else [sampled.token_id],
+            finish_reason=self.finish_reason,
+            stop_token=stop_token,
+            logprobs=[logprob] if asked and logprob is not None else None,
+            prompt_logprobs=None if self.has_output else self._all_prompt_logprobs(),
+            cached_tokens=None if self.has_output else self.num_cached_tokens,
+        )
+        self.has_output = True
+        return output
+
+    def reset(self) -> None:
+        """Preempted: all tokens are to be computed again, in other blocks."""
+        self.num_computed_tokens = 0
+        self.block_ids = []
+
+    def _all_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        if self.sampling.prompt_logprobs is None:
+            return None
+        assert len(self._prompt_logprobs) == self.num_prompt_tokens
+        return self._prompt_logprobs

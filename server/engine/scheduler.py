@@ -1,0 +1,320 @@
+"""What the engine does next: `schedule()` decides a step, `apply()` takes in its result.
+
+The decision is plain data. Only what a step has really computed moves a sequence on, in `apply`.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.slots import SlotManager
+from lorakeet.server.engine.adapters import AdapterPlaces
+from lorakeet.server.engine.blocks import BlockManager, HashChain
+from lorakeet.server.engine.messages import (
+    AddRequest,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    TokenLogprob,
+)
+from lorakeet.server.engine.plan import StepPlan
+from lorakeet.server.engine.request import Sequence
+from lorakeet.server.engine.scheduler_config import SchedulerConfig
+from lorakeet.server.engine.step import (
+    BlockId,
+    Sampled,
+    ScheduledSequence,
+    SequenceId,
+    Step,
+    StepResult,
+)
+
+
+class Scheduler:
+    """Owns sequences, KV blocks and adapter slots. One `schedule`, one `apply`, in turn."""
+
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.blocks = BlockManager(
+            config.num_blocks, config.block_size, config.enable_prefix_caching
+        )
+        self.slots = SlotManager(config.num_slots, config.num_rows, config.max_lora_rank)
+        self.adapters = AdapterPlaces(
+            self.slots, config.max_loras, config.adapter_wait_limit, config.adapter_quantum
+        )
+        self._clock = clock
+        self._next_seq_id = 0
+        self._by_request: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # in order of arrival
+        self._running: dict[SequenceId, Sequence] = {}
+        self._released: list[SequenceId] = []  # for the runner to forget
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._num_preemptions = 0
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something, or tell how slot loads are going."""
+        return bool(self._waiting or self._running or self._released or self.slots.num_loading)
+
+    # --- commands ---
+
+    def add_adapter(
+        self, adapter_id: AdapterId, digest: str, rank: int, pinned: bool = False
+    ) -> None:
+        """An adapter is in host memory. Raises PoolError when the pool can never hold it."""
+        self.adapters.register(adapter_id, digest, rank, pinned)
+
+    def remove_adapter(self, adapter_id: AdapterId) -> None:
+        """Take no more requests for it; `take_unloaded` tells when its last one has ended."""
+        self.adapters.unload(adapter_id)
+
+    def take_unloaded(self) -> list[AdapterId]:
+        """Removed adapters that nothing uses any more: their host memory can be freed."""
+        entries = self.adapters.take_unloaded()
+        for entry in entries:
+            if not self.adapters.holds_root(entry.root):
+                self.blocks.forget(entry.root)
+        return [entry.adapter_id for entry in entries]
+
+    def add(self, request: AddRequest) -> None:
+        """Raises ValueError for a request that could never run, UnknownAdapterError."""
+        needed = len(request.prompt) + min(request.sampling.max_tokens, 1)
+        if not request.prompt or needed > self.config.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens does not go with a context length "
+                f"of {self.config.max_model_len}"
+            )
+        if request.request_id in self._by_request:
+            raise ValueError(f"request {request.request_id} is there already")
+        root = self.adapters.root_for_request(AdapterId(request.adapter_id))
+        sequence = Sequence(
+            SequenceId(self._next_seq_id),
+            request,
+            HashChain(root, self.config.block_size),
+            self.config.max_model_len,
+        )
+        self._next_seq_id += 1
+        self._by_request[request.request_id] = sequence
+        self._waiting.append(sequence)
+        self.adapters.add_waiting(sequence.adapter_id, self._clock())
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests in whatever state they are; those that are not there are ignored."""
+        sequences = [self._by_request.get(request_id) for request_id in request_ids]
+        return [
+            self._finish(sequence, "abort")
+            for sequence in sequences
+            if sequence is not None and sequence.finish_reason is None
+        ]
+
+    # --- a step ---
+
+    def schedule(self) -> Step:
+        now = self._clock()
+        plan = StepPlan(self.config.max_num_batched_tokens)
+        displaced = self.adapters.rotate(now)
+        for sequence in list(self._running.values()):
+            if sequence.adapter_id in displaced:
+                self._preempt(sequence)
+        num_preemptions = self._num_preemptions
+        self._schedule_running(plan)
+        loads = self.adapters.grant(now)
+        if self._num_preemptions == num_preemptions:  # blocks are not short
+            self._admit(plan, now)
+        for seq_id in plan.chunks:
+            self._running[seq_id].in_flight = True
+        self._num_steps += bool(plan.chunks)
+        released, self._released = self._released, []
+        return plan.to_step(loads, released)
+
+    def apply(self, step: Step, result: StepResult) -> list[RequestOutput]:
+        """Take in what the runner reports of `step`; returns what there is to send."""
+        for slot in result.loaded:
+            self.slots.loaded(slot)
+        outputs = []
+        for slot, error in result.load_errors.items():
+            adapter_id = self.adapters.load_failed(slot, self._clock())
+            failed = [seq for seq in self._waiting if seq.adapter_id == adapter_id]
+            outputs += [self._finish(sequence, "error", error) for sequence in failed]
+        sampled_by_id = {sampled.seq_id: sampled for sampled in result.sampled}
+        for chunk in step.sequences:
+            sequence = self._running[chunk.seq_id]
+            sequence.in_flight = False
+            if sequence.finish_reason is not None:  # it was aborted on the way
+                self._free(sequence)
+                continue
+            scores = result.prompt_logprobs.get(chunk.seq_id, [])
+            output = self._advance(sequence, chunk, sampled_by_id.get(chunk.seq_id), scores)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    # --- metrics ---
+
+    def stats(self) -> EngineStats:
+        """All but `slot_load_seconds`, which the loop collects."""
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_blocks_used=self.blocks.num_used_blocks,
+            kv_blocks_total=self.blocks.num_blocks,
+            prefix_cache_queries=self._prefix_queries,
+            prefix_cache_hits=self._prefix_hits,
+            num_preemptions=self._num_preemptions,
+            num_steps=self._num_steps,
+            lora_rows_used=self.slots.num_used_rows,
+            lora_rows_total=self.slots.num_rows,
+            adapters=self.adapters.states(),
+        )
+
+    def check(self) -> None:
+        """Assert that all books agree: for tests, and for when the engine is idle."""
+        self.blocks.check(sequence.block_ids for sequence in self._running.values())
+        self.adapters.check()
+
+    # --- parts of schedule ---
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """One token for each sequence that decodes, then chunks of running prefills."""
+        by_kind = sorted(
+            self._running.values(), key=lambda seq: (seq.num_uncomputed_tokens > 1, seq.seq_id)
+        )
+        for sequence in by_kind:
+            if plan.budget == 0:
+                break
+            if sequence.seq_id not in self._running:  # preempted just now
+                continue
+            num_tokens = min(sequence.num_uncomputed_tokens, plan.budget)
+            if self._make_room(sequence, num_tokens, plan):
+                self._plan_chunk(plan, sequence, num_tokens)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Preempt the latest arrivals until the chunk's blocks are free; False: itself was one.
+
+        The earliest arrival is never preempted for another, so it always gets on.
+        """
+        num_blocks = self.blocks.blocks_for(sequence.num_computed_tokens + num_tokens)
+        while num_blocks - len(sequence.block_ids) > self.blocks.num_free_blocks:
+            latest = self._running[max(self._running)]
+            plan.remove(latest.seq_id)
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        return True
+
+    def _admit(self, plan: StepPlan, now: float) -> None:
+        """Start waiting sequences in order of arrival, passing over those without a slot.
+
+        One that lacks blocks is not passed: it would wait for ever behind smaller ones.
+        """
+        for sequence in self._waiting:
+            if plan.budget == 0 or len(self._running) >= self.config.max_num_seqs:
+                break
+            slot = self.adapters.runnable_slot(sequence.adapter_id)
+            if slot is None:
+                continue
+            found = []
+            if sequence.reads_prefix_cache:
+                found = self.blocks.lookup(sequence.chain, sequence.token_ids)
+            if not self.blocks.fits(found, len(sequence.token_ids)):
+                break
+            self._start(sequence, found, now)
+            plan.start(sequence, slot)
+            self._plan_chunk(plan, sequence, min(sequence.num_uncomputed_tokens, plan.budget))
+        if plan.new:
+            self._waiting = [seq for seq in self._waiting if seq.seq_id not in self._running]
+
+    def _start(self, sequence: Sequence, found: list[BlockId], now: float) -> None:
+        self.blocks.share(found)
+        self.adapters.start(sequence.adapter_id, now)
+        self._running[sequence.seq_id] = sequence
+        sequence.block_ids = found
+        sequence.num_computed_tokens = len(found) * self.config.block_size
+        if sequence.num_cached_tokens is None:  # not after a preemption
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            if sequence.reads_prefix_cache:
+                self._prefix_queries += sequence.num_prompt_tokens
+                self._prefix_hits += sequence.num_cached_tokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, in its old place; what it has computed stays in the prefix cache."""
+        assert not sequence.in_flight
+        self._stop(sequence)
+        self.adapters.preempt(sequence.adapter_id)
+        insort(self._waiting, sequence, key=lambda seq: seq.seq_id)
+        self._num_preemptions += 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        del self._running[sequence.seq_id]
+        self._released.append(sequence.seq_id)
+        self.blocks.release(sequence.block_ids)
+        sequence.reset()
+
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed_tokens
+        num_blocks = self.blocks.blocks_for(start + num_tokens) - len(sequence.block_ids)
+        new_blocks = self.blocks.allocate(num_blocks)
+        sequence.block_ids.extend(new_blocks)
+        samples = num_tokens == sequence.num_uncomputed_tokens and sequence.sampling.max_tokens > 0
+        plan.add(ScheduledSequence(sequence.seq_id, start, num_tokens, new_blocks, samples=samples))
+
+    # --- parts of apply ---
+
+    def _advance(
+        self,
+        sequence: Sequence,
+        chunk: ScheduledSequence,
+        sampled: Sampled | None,
+        scores: list[TokenLogprob],
+    ) -> RequestOutput | None:
+        """Move one sequence on by its chunk, and by the token that was sampled, if any."""
+        if sampled is not None and sampled.error is not None:
+            self.blocks.withdraw(sequence.block_ids)  # nobody else shall read what is wrong
+            return self._finish(sequence, "error", sampled.error)
+        computed = sequence.num_computed_tokens
+        sequence.num_computed_tokens = computed + chunk.num_tokens
+        first, last = (
+            n // self.blocks.block_size for n in (computed, sequence.num_computed_tokens)
+        )
+        self.blocks.publish(sequence.chain, sequence.token_ids, sequence.block_ids, first, last)
+        if scores:
+            sequence.collect_prompt_logprobs(chunk.start, scores)
+        if sequence.num_uncomputed_tokens > 0:
+            return None
+        stop_token = None
+        if chunk.samples:
+            assert sampled is not None
+            stop_token = sequence.append(sampled.token_id)
+        else:
+            sequence.finish_reason = "length"
+        output = sequence.output(sampled, stop_token)
+        if sequence.finish_reason is not None:
+            self._end(sequence)
+        return output
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        """End it before its time. What it holds stays as long as a step works on it."""
+        sequence.finish_reason = reason
+        self._end(sequence)
+        return RequestOutput(sequence.request.request_id, [], finish_reason=reason, error=error)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._by_request[sequence.request.request_id]
+        if not sequence.in_flight:
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        now = self._clock()
+        if sequence.seq_id in self._running:
+            self._stop(sequence)
+            self.adapters.remove_running(sequence.adapter_id, now)
+        else:
+            self._waiting.remove(sequence)
+            self.adapters.remove_waiting(sequence.adapter_id, now)
