@@ -1,0 +1,32 @@
+"""What the wrapped layers ask for: one interface, a way to do it for each kind of device."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lorakeet.lora.batch import LoRABatch
+from lorakeet.lora.pool import LayerWeights
+from lorakeet.lora.torch_backend import TorchBackend
+from lorakeet.lora.triton_backend import TritonBackend
+
+
+class LoRABackend(Protocol):
+    """Adds the delta of each row's adapter to what the base layer gave.
+
+    Deltas are accumulated in float32 and rounded once, with the sum. Rows without an adapter, or
+    whose adapter leaves the layer alone, are not touched: not one bit of them changes.
+    """
+
+    def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
+        """`y[t] += scaling * B (A x[t])`, slice by slice. x: (T, input), y: (T, output)."""
+
+    def add_embedding(
+        self, y: Tensor, token_ids: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> None:
+        """`y[t] += scaling * B A[:, token_ids[t]]`. token_ids: (T,) int64, y: (T, hidden)."""
+
+
+def make_backend(device: torch.device | str) -> LoRABackend:
+    """The backend for models on `device`."""
+    return TritonBackend() if torch.device(device).type == "cuda" else TorchBackend()

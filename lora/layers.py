@@ -1,0 +1,108 @@
+"""The wrappers put around the model's layers: the base layer, plus the delta of each row's adapter.
+
+`y = W x + s · B (A x)` (Hu et al., LoRA, 2021; s as PEFT computes it is already in B).
+"""
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from lorakeet.lora.backend import LoRABackend
+from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
+from lorakeet.lora.pool import AdapterPool, LayerWeights
+from lorakeet.models.batch import ForwardBatch
+
+
+class BaseLayerWithLoRA(nn.Module):
+    """Without an adapter in the batch, exactly the base layer."""
+
+    def __init__(
+        self, base_layer: nn.Module, lora_weights: LayerWeights, backend: LoRABackend
+    ) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_weights = lora_weights
+        self.backend = backend
+
+    @property
+    def weight(self) -> Tensor:
+        """The base layer's."""
+        return cast(Tensor, self.base_layer.weight)
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x: what the base layer takes, one row for each token of the pass."""
+        y: Tensor = self.base_layer(x, batch)
+        lora = self._lora_batch(batch) if isinstance(batch, LoRAForwardBatch) else None
+        if lora is not None:
+            self._add_delta(y, x, lora)
+        return y
+
+    def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
+        return batch.lora
+
+    def _add_delta(self, y: Tensor, x: Tensor, lora: LoRABatch) -> None:
+        self.backend.add_linear(y, x, self.lora_weights, lora)
+
+
+class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
+    """Its A is looked up by token id, not multiplied."""
+
+    def _add_delta(self, y: Tensor, x: Tensor, lora: LoRABatch) -> None:
+        self.backend.add_embedding(y, x, self.lora_weights, lora)
+
+
+class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+    pass
+
+
+class QKVParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+    """Three slices: q, k and v."""
+
+
+class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+    """Two slices: gate and up."""
+
+
+class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
+    pass
+
+
+class ParallelLMHeadWithLoRA(BaseLayerWithLoRA):
+    """Sees only the rows whose logits are wanted, so it has batch info of its own."""
+
+    def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
+        return batch.logits_lora
+
+
+# group → where its layers are, and what is put around each of them
+_IN_LAYER: dict[str, tuple[str, type[BaseLayerWithLoRA]]] = {
+    "qkv_proj": ("self_attn", QKVParallelLinearWithLoRA),
+    "o_proj": ("self_attn", RowParallelLinearWithLoRA),
+    "gate_up_proj": ("mlp", MergedColumnParallelLinearWithLoRA),
+    "down_proj": ("mlp", RowParallelLinearWithLoRA),
+}
+_IN_MODEL: dict[str, tuple[str, type[BaseLayerWithLoRA]]] = {
+    "embed_tokens": ("model", VocabParallelEmbeddingWithLoRA),
+    "lm_head": ("", ParallelLMHeadWithLoRA),
+}
+
+
+def wrap_model(model: nn.Module, pool: AdapterPool, backend: LoRABackend) -> None:
+    """Put a wrapper around each layer of the model that the pool has a group for.
+
+    `model` has the attributes named in docs/architecture.md. Raises ValueError for a group that
+    belongs to no layer.
+    """
+    for group in pool.specs:
+        if group in _IN_LAYER:
+            parent_name, wrapper = _IN_LAYER[group]
+            layers = cast(nn.ModuleList, model.get_submodule("model.layers"))
+            parents = [layer.get_submodule(parent_name) for layer in layers]
+        elif group in _IN_MODEL:
+            parent_name, wrapper = _IN_MODEL[group]
+            parents = [model.get_submodule(parent_name)]
+        else:
+            raise ValueError(f"no layer takes the adapters of group {group!r}")
+        for index, parent in enumerate(parents):
+            base_layer = parent.get_submodule(group)
+            setattr(parent, group, wrapper(base_layer, pool.layer(group, index), backend))

@@ -1,0 +1,149 @@
+"""The index work of the torch backend, done once in a pass for all layers that are alike."""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lorakeet.kernels.segments import Segments
+from lorakeet.lora.batch import LoRABatch
+from lorakeet.lora.pool import LayerWeights
+
+# torch says this once, at the first CSR tensor; the one operation used on them here is tested
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The N pairs (token row, rank row) of a pass, in token order.
+
+    B's outputs are cut into equal chunks, each inside one slice, so that one embedding bag serves
+    all slices: a bag holds the rank rows of one token for one chunk.
+    """
+
+    tokens: Tensor  # (U,) int64, token rows that get a delta, ascending
+    pair_tokens: Tensor  # (N,) int64
+    pair_rows: Tensor  # (N,) int64, rows of the pool
+    widened_rows: Tensor | None  # int64, rows of the pool to copy as float32; None: use in place
+    pattern: Tensor  # CSR (T, slices * rows): a token's rows of slice 0, of slice 1 …; all zero
+    num_chunks: int
+    bag_rows: Tensor  # int32, entries of the bags (token, chunk), rows of B cut into chunks
+    bag_starts: Tensor  # (U * chunks,) int32
+    bag_values: Tensor | None  # int64, which value of the pattern weighs the entry; None: its own
+    bag_scalings: Tensor | None  # float32, factor on that weight; None: all are 1
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Token rows with an adapter, ascending, on the host. One with two adapters is there twice."""
+
+    tokens: Ints
+    slots: Ints
+    scalings: NDArray[np.float32]
+
+
+def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
+    """The pass's plan for a layer like this one; None when no row's adapter changes it."""
+    rows = batch.cached("rows", lambda: _get_rows(batch.segments))
+    ranks = weights.ranks.numpy()[rows.slots]
+    slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
+    return batch.cached(
+        (slices, ranks.tobytes()), lambda: _make_plan(weights, rows, ranks, num_tokens)
+    )
+
+
+def _get_rows(segments: Segments) -> _Rows:
+    lengths = segments.lengths.numpy()
+    positions = _ranges(segments.starts.numpy(), lengths)
+    tokens = segments.permutation.numpy()[positions]
+    order = np.argsort(tokens, kind="stable")
+    return _Rows(
+        tokens=tokens[order].astype(np.int64),
+        slots=np.repeat(segments.weight_indices.numpy(), lengths)[order].astype(np.int64),
+        scalings=np.repeat(segments.scalings.numpy(), lengths)[order],
+    )
+
+
+def _make_plan(
+    weights: LayerWeights, rows: _Rows, ranks: NDArray[np.int32], num_tokens: int
+) -> Plan | None:
+    """`ranks`: of each of `rows`."""
+    if not ranks.any():
+        return None
+    row_of_pair = np.repeat(np.arange(len(ranks)), ranks)
+    pair_tokens = rows.tokens[row_of_pair]
+    nth_rank = _ranges(np.zeros_like(ranks), ranks)
+    pair_rows = weights.row_table.numpy()[rows.slots[row_of_pair], nth_rank].astype(np.int64)
+    used, widened_rows, num_rows = pair_rows, None, weights.b.shape[0]
+    if weights.b.dtype.itemsize < 4:
+        widened_rows, used = np.unique(pair_rows, return_inverse=True)
+        num_rows = len(widened_rows)
+
+    counts = np.bincount(pair_tokens, minlength=num_tokens)
+    num_slices = len(weights.slice_sizes)
+    slice_of_chunk = _slice_of_chunk(weights.slice_sizes)
+    num_chunks = len(slice_of_chunk)
+    pairs, chunks = _repeat_pairs(counts, num_chunks)
+    values = None
+    if num_chunks > num_slices:  # a token's values lie slice by slice, its bags chunk by chunk
+        own_count = counts[pair_tokens[pairs]]
+        first_pair = (np.cumsum(counts) - counts)[pair_tokens[pairs]]
+        values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
+    scalings = rows.scalings[row_of_pair][pairs]
+    dtype = torch.promote_types(weights.b.dtype, torch.float32)
+    return Plan(
+        tokens=torch.from_numpy(np.flatnonzero(counts)),
+        pair_tokens=torch.from_numpy(pair_tokens),
+        pair_rows=torch.from_numpy(pair_rows),
+        widened_rows=None if widened_rows is None else torch.from_numpy(widened_rows),
+        pattern=_pattern(used, num_rows, counts, num_slices, dtype),
+        num_chunks=num_chunks,
+        bag_rows=torch.from_numpy((used[pairs] * num_chunks + chunks).astype(np.int32)),
+        bag_starts=torch.from_numpy(_bounds(np.repeat(counts[counts > 0], num_chunks))[:-1]),
+        bag_values=None if values is None else torch.from_numpy(values),
+        bag_scalings=None if (scalings == 1).all() else torch.from_numpy(scalings),
+    )
+
+
+def _pattern(
+    rows: Ints, num_rows: int, counts: Ints, num_slices: int, dtype: torch.dtype
+) -> Tensor:
+    """`rows`: the row of each pair, out of `num_rows`; `counts`: pairs of each token."""
+    pairs, slices = _repeat_pairs(counts, num_slices)
+    return torch.sparse_csr_tensor(
+        torch.from_numpy(_bounds(counts * num_slices)),
+        torch.from_numpy((slices * num_rows + rows[pairs]).astype(np.int32)),
+        torch.zeros(len(pairs), dtype=dtype),
+        size=(len(counts), num_slices * num_rows),
+        check_invariants=False,  # a token's columns need not ascend
+    )
+
+
+def _slice_of_chunk(slice_sizes: tuple[int, ...]) -> Ints:
+    """Chunks are the largest equal parts of which all slices are made."""
+    size = math.gcd(*slice_sizes)
+    return np.repeat(np.arange(len(slice_sizes)), [part // size for part in slice_sizes])
+
+
+def _repeat_pairs(counts: Ints, times: int) -> tuple[Ints, Ints]:
+    """Each token's pairs `times` times over, token by token: the pair, and which time it is."""
+    lengths = np.repeat(counts, times)
+    pairs = _ranges(np.repeat(np.cumsum(counts) - counts, times), lengths)
+    return pairs, np.repeat(np.tile(np.arange(times), len(counts)), lengths)
+
+
+def _ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> Ints:
+    """start, start + 1 … `length` times, one run after the other."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(lengths.sum(), dtype=np.int64)
+
+
+def _bounds(lengths: Ints) -> NDArray[np.int32]:
+    """Where each of the adjacent runs starts, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
