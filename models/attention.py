@@ -1,0 +1,212 @@
+"""Causal attention over the paged KV cache, with an optional sliding window.
+
+What is the same for all layers of a pass (masks, gather indices) is worked out once, in the object
+that `plan_attention` returns; each layer calls it. A token at position p sees the positions from
+max(0, p - window + 1) to p of its own sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lorakeet.models.batch import ForwardBatch
+from lorakeet.models.kv_cache import LayerCache
+
+
+class Attention(Protocol):
+    """The attention of one pass."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
+    ) -> Tensor:
+        """Write k and v (T, kv_heads, head_dim) to the cache; attend with q (T, heads, head_dim).
+
+        Returns (T, heads, head_dim).
+        """
+
+
+def plan_attention(batch: ForwardBatch) -> Attention:
+    """Triton's kernels on CUDA, torch elsewhere."""
+    return TritonAttention(batch) if batch.token_ids.is_cuda else TorchAttention(batch)
+
+
+class TritonAttention:
+    """Nothing to prepare: the kernels read the batch's own tensors."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        from lorakeet.kernels import paged_attention  # there is no Triton on some CPU platforms
+
+        self._batch = batch
+        self._kernels = paged_attention
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
+    ) -> Tensor:
+        batch = self._batch
+        self._kernels.write_kv(k, v, cache.keys, cache.values, batch.kv_slots)
+        return self._kernels.paged_attention(
+            q,
+            cache.keys,
+            cache.values,
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_tables,
+            batch.num_decodes,
+            batch.max_query_len,
+            batch.max_context_len,
+            scale,
+            window,
+        )
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """N sequences with one query each, over L gathered cache rows each.
+
+    Rows past a sequence's end repeat its own last one, so a masked score is still of finite data:
+    nothing that another sequence left in a block is ever read, not even to be masked.
+    """
+
+    rows: Tensor  # (N * L,) int64 places in the cache
+    mask: Tensor | None  # (N, 1, 1, L), 0 or -inf
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """One sequence's chunk: token rows `start` to `stop`, over C gathered cache rows."""
+
+    start: int
+    stop: int
+    rows: Tensor | None  # (C,) int64 places in the cache; None: the chunk itself is all there is
+    mask: Tensor | None  # (chunk, C), 0 or -inf; None: causal
+
+
+class TorchAttention:
+    """All decodes in one padded product, each prefill chunk in one of its own."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self._query_starts: list[int] = batch.query_starts.tolist()
+        self._context_lens: list[int] = batch.context_lens.tolist()
+        self._plans: dict[tuple[int | None, int], tuple[_Decodes | None, list[_Prefill]]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
+        keys.index_copy_(0, self._batch.kv_slots, k)
+        values.index_copy_(0, self._batch.kv_slots, v)
+        decodes, prefills = self._plan(window, cache.block_size, q.dtype)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if decodes is not None:
+            count = self._batch.num_decodes
+            out[:count] = _attend_decodes(q[:count], keys, values, decodes, scale)
+        for chunk in prefills:
+            part = slice(chunk.start, chunk.stop)
+            if chunk.rows is None:
+                seen = k[part], v[part]
+            else:
+                seen = keys.index_select(0, chunk.rows), values.index_select(0, chunk.rows)
+            out[part] = _attend_chunk(q[part], *seen, chunk.mask, scale)
+        return out
+
+    def _plan(
+        self, window: int | None, block_size: int, dtype: torch.dtype
+    ) -> tuple[_Decodes | None, list[_Prefill]]:
+        """Made at the first layer with this window, used by all that follow."""
+        plan = self._plans.get((window, block_size))
+        if plan is None:
+            sequences = range(self._batch.num_decodes, len(self._context_lens))
+            plan = (
+                self._plan_decodes(window, block_size, dtype),
+                [self._plan_prefill(index, window, block_size, dtype) for index in sequences],
+            )
+            self._plans[window, block_size] = plan
+        return plan
+
+    def _plan_decodes(
+        self, window: int | None, block_size: int, dtype: torch.dtype
+    ) -> _Decodes | None:
+        count = self._batch.num_decodes
+        if count == 0:
+            return None
+        lengths = self._batch.context_lens[:count, None].long()
+        first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+        longest = max(self._context_lens[:count])
+        steps = torch.arange(longest if window is None else min(longest, window))
+        positions = first + steps
+        blocks = self._batch.block_tables[:count].long()
+        rows = _cache_rows(blocks, torch.minimum(positions, lengths - 1), block_size)
+        visible = positions < lengths
+        mask = None if visible.all() else _additive(visible, dtype)[:, None, None]
+        return _Decodes(rows.flatten(), mask)
+
+    def _plan_prefill(
+        self, index: int, window: int | None, block_size: int, dtype: torch.dtype
+    ) -> _Prefill:
+        start, stop = self._query_starts[index], self._query_starts[index + 1]
+        length = self._context_lens[index]
+        first_query = length - (stop - start)
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        if first_query == 0 and (window is None or length <= window):
+            return _Prefill(start, stop, rows=None, mask=None)
+        queries = torch.arange(first_query, length)[:, None]
+        positions = torch.arange(first_key, length)
+        visible = positions <= queries
+        if window is not None:
+            visible &= positions > queries - window
+        blocks = self._batch.block_tables[index, None].long()
+        rows = _cache_rows(blocks, positions[None], block_size)[0] if first_query else None
+        return _Prefill(start, stop, rows, _additive(visible, dtype))
+
+
+def _cache_rows(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Where the tokens at `positions` (N, L) lie in the cache of (num_blocks * block_size) rows."""
+    blocks = block_tables.gather(1, positions // block_size)
+    return blocks * block_size + positions % block_size
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+
+
+def _attend_decodes(
+    q: Tensor, keys: Tensor, values: Tensor, plan: _Decodes, scale: float
+) -> Tensor:
+    """q: (N, heads, head_dim). The heads of one KV head stand where a chunk's queries would."""
+    count, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    shape = (count, -1, kv_heads, head_dim)
+    attended = scaled_dot_product_attention(
+        q.view(count, kv_heads, heads // kv_heads, head_dim),
+        keys.index_select(0, plan.rows).view(shape).transpose(1, 2),
+        values.index_select(0, plan.rows).view(shape).transpose(1, 2),
+        attn_mask=plan.mask,
+        scale=scale,
+    )
+    return attended.reshape(count, heads, head_dim)
+
+
+def _attend_chunk(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """q: (chunk, heads, head_dim); keys, values: (C, kv_heads, head_dim)."""
+    chunk, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+
+    def spread(x: Tensor) -> Tensor:  # a view: KV heads as the batch, repeated without a copy
+        return x.transpose(0, 1)[:, None].expand(kv_heads, groups, -1, head_dim)
+
+    attended = scaled_dot_product_attention(
+        q.view(chunk, kv_heads, groups, head_dim).permute(1, 2, 0, 3),
+        spread(keys),
+        spread(values),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return attended.permute(2, 0, 1, 3).reshape(chunk, heads, head_dim)

@@ -1,0 +1,103 @@
+"""The layers that hold the large weights. Each is called `layer(x, batch)`.
+
+Base layers ignore the batch; the wrappers in `lorakeet.lora.layers` read adapters from it. Weights
+are made uninitialized. `checkpoint_slices` is the one place that knows which part of a checkpoint's
+tensor a layer holds: tensor parallelism will cut there.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from lorakeet.models.batch import ForwardBatch
+
+
+class ParallelLinear(nn.Module):
+    """y = W x + b, of one or several checkpoint projections side by side.
+
+    `slice_names` are the checkpoint's names of the projections (PEFT's too), `slice_sizes` their
+    output sizes. `weight`: (output_size, input_size); `bias`: (output_size,) or None.
+    """
+
+    def __init__(self, input_size: int, slices: dict[str, int], bias: bool) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.slice_names = tuple(slices)
+        self.slice_sizes = tuple(slices.values())
+        self.output_size = sum(self.slice_sizes)
+        self.weight = nn.Parameter(torch.empty(self.output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(self.output_size)) if bias else None
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """(T, input_size) → (T, output_size)."""
+        return linear(x, self.weight, self.bias)
+
+    def checkpoint_slices(self) -> Iterator[tuple[str, Tensor]]:
+        """Names such as "q_proj.weight", each with the view of this layer that it fills."""
+        for parameter_name, parameter in self.named_parameters(recurse=False):
+            parts = torch.split(parameter.detach(), list(self.slice_sizes))
+            for name, part in zip(self.slice_names, parts, strict=True):
+                yield f"{name}.{parameter_name}", part
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """A projection that tensor parallelism cuts along its output."""
+
+    def __init__(self, input_size: int, output_size: int, name: str, bias: bool = False) -> None:
+        super().__init__(input_size, {name: output_size}, bias)
+
+
+class QKVParallelLinear(ParallelLinear):
+    """q, k and v in one matmul; the output is q_size + kv_size + kv_size wide."""
+
+    def __init__(self, input_size: int, q_size: int, kv_size: int, bias: bool = False) -> None:
+        super().__init__(input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias)
+        self.q_size = q_size
+        self.kv_size = kv_size
+
+
+class MergedColumnParallelLinear(ParallelLinear):
+    """gate and up in one matmul; `slice_sizes` are equal."""
+
+    def __init__(self, input_size: int, slice_size: int, bias: bool = False) -> None:
+        super().__init__(input_size, {"gate_proj": slice_size, "up_proj": slice_size}, bias)
+
+
+class RowParallelLinear(ParallelLinear):
+    """A projection that tensor parallelism cuts along its input."""
+
+    def __init__(self, input_size: int, output_size: int, name: str, bias: bool = False) -> None:
+        super().__init__(input_size, {name: output_size}, bias)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids → rows of `weight`: (vocab_size, hidden_size)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, token_ids: Tensor, batch: ForwardBatch) -> Tensor:
+        """(T,) → (T, hidden_size)."""
+        return embedding(token_ids, self.weight)
+
+
+class ParallelLMHead(nn.Module):
+    """Hidden states → logits. Tied, its `weight` is the embedding's own tensor."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def tie(self, embed_tokens: VocabParallelEmbedding) -> None:
+        self.weight = embed_tokens.weight
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """(L, hidden_size) → (L, vocab_size)."""
+        return linear(x, self.weight)

@@ -1,0 +1,168 @@
+"""Safetensors files → the model's parameters, one tensor at a time, never a second copy."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lorakeet.models.config import ModelConfig, load_config
+from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.parallel import ParallelLinear
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FILE_DTYPES = ("F32", "BF16", "F16")
+_INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_HEAD = "lm_head.weight"
+_PROGRESS_AFTER = 2.0  # seconds; a load that is over sooner shows no bar
+
+
+class WeightsError(Exception):
+    """The files do not hold this model's weights; the message names the file or tensor."""
+
+
+def load_model(
+    folder: Path,
+    device: torch.device | str,
+    dtype: DtypeName = "auto",
+    load_format: LoadFormat = "auto",
+) -> LlamaForCausalLM:
+    """The model in `folder`, ready for inference, in eval mode and without gradients.
+
+    `load_format="dummy"` reads only config.json and makes up the weights.
+    Raises UnsupportedModelError (config.json) or WeightsError (the rest).
+    """
+    config = load_config(folder)
+    device = torch.device(device)
+    model = empty_model(config, device, resolve_dtype(config, device, dtype))
+    if load_format == "dummy":
+        fill_randomly(model)
+    else:
+        load_weights(model, folder)
+    return model
+
+
+def resolve_dtype(config: ModelConfig, device: torch.device, dtype: DtypeName) -> torch.dtype:
+    """ "auto": float32 on the CPU; on a GPU the checkpoint's 16-bit type, or else bfloat16."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.float16 if config.dtype == "float16" else torch.bfloat16
+
+
+def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Allocated once, on the device and in the type it will stay in; values undefined."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty gives each layer a tensor of its own
+    return model.requires_grad_(False).eval()
+
+
+def fill_randomly(model: LlamaForCausalLM) -> None:
+    """The same values each time; outputs of every layer are of about unit size."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:  # norms
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
+    """Fill every parameter from `folder`; every tensor there must have its place."""
+    missing = dict(_destinations(model))
+    files = _weight_files(folder)
+    tied_head: Path | None = None
+    total = sum(view.nbytes for view in missing.values())
+    with tqdm(
+        total=total, desc="Loading weights", unit="B", unit_scale=True, delay=_PROGRESS_AFTER
+    ) as progress:
+        for file in files:
+            for name in _tensor_names(file):
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue  # old checkpoints; follows from config.json
+                if name == _HEAD and model.config.tie_word_embeddings:
+                    tied_head = file
+                    continue
+                if name not in missing:
+                    raise WeightsError(f"{file.name}: the model has no place for tensor {name}")
+                view = missing.pop(name)
+                _copy(file, name, view)
+                progress.update(view.nbytes)
+    if missing:
+        names = ", ".join(sorted(missing)[:5])
+        raise WeightsError(f"{folder}: {len(missing)} tensors are missing, among them {names}")
+    if tied_head is not None:
+        _check_tied_head(tied_head, model.lm_head.weight)
+
+
+def _destinations(model: LlamaForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor that a checkpoint must hold, by name, with the memory that it fills."""
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            parent = path.rpartition(".")[0]
+            for name, view in module.checkpoint_slices():
+                yield f"{parent}.{name}", view
+        elif not (module is model.lm_head and model.config.tie_word_embeddings):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.exists():
+        if (folder / _SINGLE_FILE).exists():
+            return [folder / _SINGLE_FILE]
+        raise WeightsError(f"{folder} holds neither {_SINGLE_FILE} nor {_INDEX}")
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"Cannot read {index}: {error!r}") from None
+    for file in files:
+        if file.parent != folder or not file.exists():
+            raise WeightsError(f"{index} names {file.name}, which is not in the folder")
+    return files
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            return list(tensors.offset_keys())
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"Cannot read {file}: {error}") from None
+
+
+def _copy(file: Path, name: str, destination: Tensor) -> None:
+    """One opening a tensor: closing it lets the pages go that the memory map has brought in."""
+    with safe_open(file, "pt") as tensors:
+        source = tensors.get_slice(name)
+        if source.get_dtype() not in _FILE_DTYPES:
+            raise WeightsError(f"{file.name}: {name} is of type {source.get_dtype()}")
+        if tuple(source.get_shape()) != destination.shape:
+            raise WeightsError(
+                f"{file.name}: {name} has shape {tuple(source.get_shape())},"
+                f" but config.json makes it {tuple(destination.shape)}"
+            )
+        destination.copy_(tensors.get_tensor(name))
+
+
+def _check_tied_head(file: Path, embedding: nn.Parameter) -> None:
+    """Older files repeat the embedding as the head. A head of its own must not be dropped."""
+    with safe_open(file, "pt") as tensors:
+        head = tensors.get_tensor(_HEAD).to(embedding.device, embedding.dtype)
+    if not torch.equal(head, embedding):
+        raise WeightsError(
+            f"{file.name}: {_HEAD} differs from the embedding, but config.json ties the two"
+        )
