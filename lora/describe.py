@@ -1,0 +1,93 @@
+"""What an adapter folder holds, for people: `lorakeet adapters check`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorakeet.lora.adapter import GroupSpec
+from lorakeet.lora.canonical import check_fit
+from lorakeet.lora.peft_config import Scaling
+from lorakeet.lora.peft_files import MAX_WEIGHTS_BYTES, max_weights_bytes, read_files
+from lorakeet.lora.peft_tensors import parse_tensors
+
+
+@dataclass(frozen=True)
+class ModuleSummary:
+    """Modules of one name with the same scaling, in several layers."""
+
+    name: str
+    layers: tuple[int, ...]
+    scaling: Scaling
+
+
+@dataclass(frozen=True)
+class Description:
+    digest: str
+    rank: int  # the largest
+    modules: tuple[ModuleSummary, ...]
+    dtypes: tuple[str, ...]
+    num_parameters: int
+    num_bytes: int  # of the LoRA tensors, in the file
+    base_model: str | None  # that the config names
+    base_copies: tuple[str, ...]  # base weights in the file: loads only if they are the model's
+
+    def lines(self) -> Iterator[str]:
+        """The description as text."""
+        yield f"base model   {self.base_model or 'not named'}"
+        yield f"rank         {self.rank}"
+        yield f"tensors      {', '.join(self.dtypes)}; {self.num_parameters:,} parameters"
+        yield f"size         {self.num_bytes:,} bytes"
+        yield f"digest       {self.digest}"
+        for module in self.modules:
+            scaling = module.scaling
+            yield (
+                f"{module.name:<12} rank {scaling.rank}, alpha {scaling.alpha:g}, "
+                f"scale {scaling.scale:g}, layers {_ranges(module.layers)}"
+            )
+        for name in self.base_copies:
+            yield f"{name:<12} a copy of the base model's weights: must equal them to load"
+
+
+def describe(
+    folder: Path, specs: Sequence[GroupSpec] | None = None, *, max_rank: int | None = None
+) -> Description:
+    """Read and check an adapter folder; against a model, when `specs` are given.
+
+    Raises AdapterNotFoundError and AdapterError as `read_adapter` does.
+    """
+    limit = max_rank if max_rank is not None else 2**31
+    max_bytes = MAX_WEIGHTS_BYTES
+    if specs is not None:
+        max_bytes = min(max_bytes, max_weights_bytes(specs, limit))
+    config, tensors = read_files(folder, max_bytes)
+    found = parse_tensors(config, tensors)
+    if specs is not None:
+        check_fit(found, specs, limit)
+    factors = [tensor for module in found.modules for tensor in (module.a, module.b)]
+    layers: dict[tuple[str, Scaling], list[int]] = {}
+    for module in found.modules:
+        layers.setdefault((module.name, module.scaling), []).append(module.layer)
+    return Description(
+        digest=found.digest,
+        rank=found.rank,
+        modules=tuple(
+            ModuleSummary(name, tuple(numbers), scaling)
+            for (name, scaling), numbers in layers.items()
+        ),
+        dtypes=tuple(sorted({str(factor.dtype).removeprefix("torch.") for factor in factors})),
+        num_parameters=sum(factor.numel() for factor in factors),
+        num_bytes=sum(factor.nbytes for factor in factors),
+        base_model=config.base_model_name_or_path,
+        base_copies=tuple(sorted(found.base_copies)),
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`(0, 1, 2, 5)` as "0-2, 5"; the numbers are sorted."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)

@@ -1,0 +1,210 @@
+"""PEFT's adapter_config.json → a checked `PeftConfig`, or an AdapterError that names the field."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lorakeet.lora.adapter import AdapterError
+
+CONFIG_NAME = "adapter_config.json"
+
+# Fields that say how an adapter was trained, made or stored, not what it computes. The tensors
+# decide which modules are adapted and whether there are biases.
+_IGNORED = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config"
+    " exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform loftq_config"
+    " lora_dropout lora_ga_config megatron_config megatron_core peft_version qalora_group_size"
+    " revision runtime_config target_modules task_type".split()
+)
+_READ = frozenset(
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split()
+)
+# Start values that leave the base weights alone; "pissa", "olora", "corda", "loftq" and "lora_ga"
+# subtract something from them, so that the tensors mean nothing without the changed base.
+_HARMLESS_INIT = ("gaussian", "eva", "orthogonal")
+
+_MAX_PATTERN_KEYS = 10_000
+_MAX_KEY_LENGTH = 256
+_MAX_KEY_PARTS = 5
+_MAX_LOOKUP_SECONDS = 10.0
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the config says of one module."""
+
+    rank: int
+    alpha: float
+    scale: float  # the factor of B A
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What of a LoRA's adapter_config.json changes the result.
+
+    The patterns are PEFT's `rank_pattern` and `alpha_pattern`, compiled, in the file's order.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
+    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
+    base_model_name_or_path: str | None = None
+
+    def resolve(self, paths: Iterable[str]) -> dict[str, Scaling]:
+        """Rank, alpha and scale of the modules at paths like "model.layers.1.self_attn.q_proj".
+
+        As PEFT does it: each pattern is searched on its own, its first key that matches wins. The
+        scale is alpha / r (arXiv:2106.09685), with `use_rslora` alpha / sqrt(r) (arXiv:2312.03732).
+        Raises AdapterError when patterns take too long.
+        """
+        deadline = time.monotonic() + _MAX_LOOKUP_SECONDS
+        resolved = {}
+        for path in paths:
+            rank = _lookup(self.rank_pattern, path, self.r, deadline)
+            alpha = _lookup(self.alpha_pattern, path, self.lora_alpha, deadline)
+            scale = alpha / (math.sqrt(rank) if self.use_rslora else rank)
+            resolved[path] = Scaling(rank, alpha, scale)
+        return resolved
+
+
+def parse_config(data: bytes) -> PeftConfig:
+    """Check the bytes of an adapter_config.json.
+
+    Missing fields: `peft_type` is required, as in PEFT. `r` and `lora_alpha` are 8, `use_rslora` is
+    false, the patterns are empty: PEFT's defaults. `target_modules`, `bias` and
+    `base_model_name_or_path` need not be there: the tensors decide what is adapted.
+
+    Values: `r` and the ranks are positive integers; `lora_alpha` and the alphas are finite numbers,
+    zero and negative ones included (PEFT divides them as they are). A field that is not known is
+    ignored while its value is null, false, zero or empty.
+
+    Raises AdapterError that names the field for any other value, for a field that is not known but
+    has a value, and for every kind of adapter that is not plain LoRA.
+    """
+    fields = _read_object(data)
+    _refuse_other_kinds(fields)
+    use_rslora = fields.get("use_rslora")
+    if not (use_rslora is None or isinstance(use_rslora, bool)):
+        raise _bad("use_rslora", use_rslora, "true or false")
+    base = fields.get("base_model_name_or_path")
+    return PeftConfig(
+        r=_rank("r", fields.get("r", 8)),
+        lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
+        use_rslora=bool(use_rslora),
+        rank_pattern=_pattern("rank_pattern", fields, _rank),
+        alpha_pattern=_pattern("alpha_pattern", fields, _alpha),
+        base_model_name_or_path=base if isinstance(base, str) else None,
+    )
+
+
+def shorten(value: object) -> str:
+    """`repr` for a message: never long, whatever an untrusted file holds."""
+    text = repr(value[:200]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _read_object(data: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(data.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise AdapterError(f"{CONFIG_NAME} is not UTF-8 text") from None
+    except (ValueError, RecursionError):
+        raise AdapterError(f"{CONFIG_NAME} is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise AdapterError(f"{CONFIG_NAME} must hold a JSON object")
+    return fields
+
+
+def _refuse_other_kinds(fields: Mapping[str, Any]) -> None:
+    """Every field with a value must be one that is understood: another may change the maths."""
+    peft_type = fields.get("peft_type")
+    if peft_type is None:
+        raise AdapterError(f"{CONFIG_NAME}: peft_type is missing")
+    if peft_type != "LORA":
+        raise _bad("peft_type", peft_type, "'LORA'")
+    if fields.get("bias") not in (None, "none", "all", "lora_only"):
+        raise _bad("bias", fields["bias"], "'none', 'all' or 'lora_only'")
+    init = fields.get("init_lora_weights")
+    if not (init is None or isinstance(init, bool) or init in _HARMLESS_INIT):
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights {shorten(init)} changes the base weights; "
+            "save the adapter converted to plain LoRA"
+        )
+    if fields.get("use_dora"):
+        raise AdapterError(f"{CONFIG_NAME}: use_dora: DoRA is not supported")
+    for name, value in fields.items():
+        if value and name not in _IGNORED | _READ:
+            raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported")
+
+
+def _rank(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _bad(name, value, "a positive integer")
+    return value
+
+
+def _alpha(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(name, value, "a number")
+    try:
+        alpha = float(value)
+    except OverflowError:
+        alpha = math.inf
+    if not math.isfinite(alpha):
+        raise _bad(name, value, "a finite number")
+    return alpha
+
+
+def _pattern(
+    name: str, fields: Mapping[str, Any], check: Callable[[str, object], _Number]
+) -> tuple[tuple[re.Pattern[str], _Number], ...]:
+    pattern = fields.get(name) or {}
+    if not isinstance(pattern, dict):
+        raise _bad(name, pattern, "an object")
+    if len(pattern) > _MAX_PATTERN_KEYS:
+        raise AdapterError(f"{CONFIG_NAME}: {name} has more than {_MAX_PATTERN_KEYS} keys")
+    return tuple(
+        (_regex(name, key), check(f"{name} {shorten(key)}", value))
+        for key, value in pattern.items()
+    )
+
+
+def _regex(name: str, key: str) -> re.Pattern[str]:
+    """PEFT's rule (`get_pattern_key`): the key matches from a dot, or the start, to the end.
+
+    A key that could match for minutes is refused, since no other thread runs meanwhile. Only
+    repeated groups backtrack without end; else it is the parts that can match in several ways.
+    """
+    parts = sum(key.replace("(?:", "(").count(part) for part in "*+?{(")
+    if len(key) > _MAX_KEY_LENGTH or parts > _MAX_KEY_PARTS or re.search(r"\)[*+{]", key):
+        raise AdapterError(f"{CONFIG_NAME}: {name} {shorten(key)} is too complex a pattern")
+    try:
+        return re.compile(rf"(.*\.)?({key})$")
+    except (re.error, OverflowError, RecursionError):
+        raise AdapterError(f"{CONFIG_NAME}: {name} {shorten(key)} is no valid pattern") from None
+
+
+def _lookup(
+    pattern: tuple[tuple[re.Pattern[str], _Number], ...],
+    path: str,
+    default: _Number,
+    deadline: float,
+) -> _Number:
+    for regex, value in pattern:
+        if regex.match(path):
+            return value
+        if time.monotonic() > deadline:
+            raise AdapterError(f"{CONFIG_NAME}: its patterns take too long to match")
+    return default
+
+
+def _bad(name: str, value: object, wanted: str) -> AdapterError:
+    return AdapterError(f"{CONFIG_NAME}: {name} must be {wanted}, not {shorten(value)}")

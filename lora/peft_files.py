@@ -1,0 +1,161 @@
+"""An adapter folder on disk, which may hold anything → its config and tensors, or an AdapterError.
+
+The files are read whole into memory, never mapped: a mapped file that somebody cuts short kills
+the process that looks at it. Nothing is unpickled but what torch's weights-only reader allows.
+"""
+
+import errno
+import io
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
+from lorakeet.lora.canonical import check_base_copies, check_fit, pack
+from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
+from lorakeet.lora.peft_tensors import parse_tensors
+
+SAFETENSORS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+MAX_CONFIG_BYTES = 4 * 2**20
+MAX_WEIGHTS_BYTES = 16 * 2**30  # where there is no model to tell how much an adapter can hold
+
+_log = logging.getLogger(__name__)
+
+
+def read_adapter(
+    folder: Path,
+    specs: Sequence[GroupSpec],
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    pin_memory: bool = False,
+    base_weights: Mapping[str, Tensor] | None = None,
+    base_model: str | None = None,
+    on_stage: Callable[[str, float], None] = lambda stage, seconds: None,
+) -> Adapter:
+    """Read a PEFT LoRA folder, check it against the model, and return its canonical weights.
+
+    `base_weights`, the model's "embed_tokens" and "lm_head" (vocab, hidden), are compared with the
+    copies of them that PEFT writes for adapters of these two; without them such a file is refused.
+    `base_model` is the name of the model served: another name in the config is a warning in the
+    log. `on_stage` is told the seconds of each stage: "read" and "check".
+
+    Raises AdapterNotFoundError when there is no folder, AdapterError for everything else.
+    """
+    start = time.monotonic()
+    config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
+    read = time.monotonic()
+    on_stage("read", read - start)
+    found = parse_tensors(config, tensors)
+    check_fit(found, specs, max_rank)
+    check_base_copies(found, specs, base_weights)
+    _warn_of_other_base(config, base_model)
+    adapter = pack(found, specs, dtype, pin_memory=pin_memory)
+    on_stage("check", time.monotonic() - read)
+    return adapter
+
+
+def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """The config and the tensors, as they are in the file: safetensors when there is one."""
+    _check_folder(folder)
+    config = parse_config(_read_file(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
+    if os.path.lexists(folder / SAFETENSORS_NAME):
+        tensors = _from_safetensors(_read_file(folder / SAFETENSORS_NAME, max_bytes))
+    elif os.path.lexists(folder / PICKLE_NAME):
+        tensors = _from_pickle(_read_file(folder / PICKLE_NAME, max_bytes))
+    else:
+        raise AdapterError(f"the folder holds neither {SAFETENSORS_NAME} nor {PICKLE_NAME}")
+    return config, tensors
+
+
+def max_weights_bytes(specs: Sequence[GroupSpec], max_rank: int) -> int:
+    """What a file for this model may weigh.
+
+    Float32, copies of embedding and head included, and factors of several times the largest rank,
+    so that the usual fault, a rank over the limit, is named and not just called too large.
+    """
+    per_rank = sum(
+        spec.num_layers * (len(spec.slice_names) * spec.input_size + spec.output_size)
+        for spec in specs
+    )
+    copies = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
+    return 4 * (8 * max_rank * per_rank + copies) + 2**24
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise AdapterError("the path is not a folder")
+    except (FileNotFoundError, ValueError):  # ValueError: a NUL byte
+        raise AdapterNotFoundError("there is no adapter folder at the path") from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR):
+            raise AdapterNotFoundError("there is no adapter folder at the path") from None
+        raise AdapterError(f"the folder cannot be read: {error.strerror}") from None
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    """The bytes of a regular file. Never waits for a FIFO, never reads a device."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise AdapterError(f"{path.name} is not a regular file")
+            if status.st_size > max_bytes:
+                raise AdapterError(
+                    f"{path.name} is too large: {status.st_size} bytes, the limit is {max_bytes}"
+                )
+            data = file.read(status.st_size)
+    except OSError as error:
+        raise AdapterError(f"{path.name} cannot be read: {error.strerror}") from None
+    if len(data) != status.st_size:
+        raise AdapterError(f"{path.name} was changed while it was read")
+    return data
+
+
+def _from_safetensors(data: bytes) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(data)
+    except Exception as error:  # the reader raises several kinds, not all of its own
+        raise AdapterError(f"{SAFETENSORS_NAME} is damaged: {_reason(error)}") from None
+    return tensors
+
+
+def _from_pickle(data: bytes) -> dict[str, Tensor]:
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # anything can be in a pickle
+        raise AdapterError(f"{PICKLE_NAME} is refused: {_reason(error)}") from None
+    if not isinstance(loaded, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in loaded.items()
+    ):
+        raise AdapterError(f"{PICKLE_NAME} must hold a dict of named tensors")
+    return loaded
+
+
+def _reason(error: Exception) -> str:
+    first_line = str(error).strip().split("\n")[0]
+    return first_line[:120] or type(error).__name__
+
+
+def _warn_of_other_base(config: PeftConfig, base_model: str | None) -> None:
+    """By the last part of the names: the same model may lie in a folder here, on a hub there."""
+    trained_on = config.base_model_name_or_path
+    if trained_on and base_model and _last_part(trained_on) != _last_part(base_model):
+        _log.warning(
+            "the adapter was trained on %s, the model served is %s",
+            shorten(trained_on),
+            shorten(base_model),
+        )
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
