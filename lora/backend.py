@@ -8,7 +8,6 @@ from torch import Tensor
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_backend import TorchBackend
-from lorakeet.lora.triton_backend import TritonBackend
 
 
 class LoRABackend(Protocol):
@@ -29,4 +28,8 @@ class LoRABackend(Protocol):
 
 def make_backend(device: torch.device | str) -> LoRABackend:
     """The backend for models on `device`."""
-    return TritonBackend() if torch.device(device).type == "cuda" else TorchBackend()
+    if torch.device(device).type != "cuda":
+        return TorchBackend()
+    from lorakeet.lora.triton_backend import TritonBackend  # Triton exists only for Linux
+
+    return TritonBackend()

@@ -1,0 +1,214 @@
+"""Writing adapters to the pool, clearing slots, and what must never be read again."""
+
+import dataclasses
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorakeet.lora.adapter import Adapter, GroupWeights, Slot
+from lorakeet.lora.backend import make_backend
+from lorakeet.lora.batch import build_lora_batch
+from lorakeet.lora.pool import AdapterPool, bytes_per_row
+from support.pools import (
+    LAYERS,
+    SPECS,
+    expected_delta,
+    input_of,
+    poisoned_pool,
+    random_adapter,
+    same_rank,
+)
+
+QKV = next(spec for spec in SPECS if spec.name == "qkv_proj")
+
+
+def delta_of(pool: AdapterPool, slot: int, layer: int = 0) -> torch.Tensor:
+    """What the slot adds to two rows of qkv."""
+    y, x = torch.zeros(2, QKV.output_size), input_of(QKV, 2)
+    batch = build_lora_batch(np.full(2, slot, dtype=np.int32))
+    assert batch is not None
+    make_backend("cpu").add_linear(y, x, pool.layer("qkv_proj", layer), batch)
+    return y
+
+
+def expected(adapter: Adapter, layer: int = 0) -> torch.Tensor:
+    slots = np.ones(2, dtype=np.int32)
+    delta = expected_delta(QKV, layer, input_of(QKV, 2), {1: adapter}, slots)
+    return delta.float()
+
+
+def test_bytes_per_row_is_what_the_tensors_take() -> None:
+    pool = AdapterPool(SPECS, 3, 10, 8, torch.bfloat16, "cpu")
+    layers = [pool.layer(spec.name, i) for spec in SPECS for i in range(spec.num_layers)]
+    total = sum(layer.a.nbytes + layer.b.nbytes for layer in layers)
+    assert bytes_per_row(SPECS, torch.bfloat16) * 10 == total
+
+
+def test_write_fills_its_rows_and_no_others() -> None:
+    pool = poisoned_pool(4, 9)
+    adapter = random_adapter({"qkv_proj": (1, 3, 0), "o_proj": (2, 2, 2)})
+    write = pool.write(Slot(2), (7, 0, 4), adapter)
+    assert write.done()
+    assert pool.row_table[2].tolist() == [7, 0, 4] + [0] * 61
+    for layer in range(LAYERS):
+        qkv, o = pool.layer("qkv_proj", layer), pool.layer("o_proj", layer)
+        assert qkv.ranks.tolist() == [0, 0, (1, 3, 0)[layer], 0]
+        assert o.ranks.tolist() == [0, 0, 2, 0]
+        assert torch.equal(qkv.a[:, [7, 0, 4]], adapter.groups["qkv_proj"].a[layer])
+        assert torch.equal(qkv.b[[7, 0, 4]], adapter.groups["qkv_proj"].b[layer])
+        assert torch.equal(o.b[[7, 0]], adapter.groups["o_proj"].b[layer])
+        assert qkv.a[:, [1, 2, 3, 5, 6, 8]].isnan().all()
+        assert o.a[:, [1, 2, 3, 4, 5, 6, 8]].isnan().all()
+        down = pool.layer("down_proj", layer)
+        assert down.ranks.tolist() == [0, 0, 0, 0]
+        assert down.a.isnan().all()
+
+
+def test_clear_takes_ranks_and_table_and_leaves_other_slots() -> None:
+    pool = poisoned_pool(3, 10)
+    first, second = random_adapter(same_rank(3), 1), random_adapter(same_rank(4), 2)
+    pool.write(Slot(1), (0, 1, 2), first)
+    pool.write(Slot(2), (9, 8, 7, 6), second)
+    pool.clear(Slot(1))
+    assert not pool.row_table[1].any()
+    assert not any(
+        pool.layer(spec.name, layer).ranks[1] for spec in SPECS for layer in range(spec.num_layers)
+    )
+    assert not delta_of(pool, 1).any()
+    torch.testing.assert_close(delta_of(pool, 2), expected(second))
+
+
+def test_a_reused_slot_shows_nothing_of_the_earlier_adapter() -> None:
+    """The new one has fewer groups and a smaller rank; the old rows are still there."""
+    pool = poisoned_pool(2, 8)
+    pool.write(Slot(1), range(8), random_adapter(same_rank(8), 1))
+    adapter = random_adapter({"qkv_proj": (0, 2, 1)}, 2)
+    pool.write(Slot(1), (5, 3), adapter)
+    assert pool.row_table[1].tolist() == [5, 3] + [0] * 62
+    assert not pool.layer("o_proj", 0).ranks.any()
+    for layer in range(LAYERS):
+        torch.testing.assert_close(delta_of(pool, 1, layer), expected(adapter, layer))
+
+
+def test_an_adapter_of_other_precision_is_rounded_to_the_pools() -> None:
+    pool = poisoned_pool(2, 4, dtype=torch.bfloat16)
+    adapter = random_adapter(same_rank(2))
+    pool.write(Slot(1), (0, 1), adapter)
+    weights = adapter.groups["qkv_proj"].b[0].bfloat16()
+    assert torch.equal(pool.layer("qkv_proj", 0).b[:2], weights)
+
+
+def test_an_adapter_without_rows_changes_nothing() -> None:
+    pool = poisoned_pool(2, 4)
+    pool.write(Slot(1), (), random_adapter({}))
+    assert not delta_of(pool, 1).any()
+
+
+def wrong_shape(adapter: Adapter) -> Adapter:
+    weights = adapter.groups["o_proj"]
+    groups = {**adapter.groups, "o_proj": dataclasses.replace(weights, b=weights.b[:, :, :-1])}
+    return dataclasses.replace(adapter, groups=groups)
+
+
+def rank_above_rows(adapter: Adapter) -> Adapter:
+    weights = adapter.groups["o_proj"]
+    groups = {"o_proj": GroupWeights(weights.a, weights.b, (3, 2, 2))}
+    return dataclasses.replace(adapter, groups=groups)
+
+
+GOOD = random_adapter(same_rank(2))
+
+
+@pytest.mark.parametrize(
+    ("slot", "rows", "adapter", "message"),
+    [
+        (0, (0, 1), GOOD, "slot 0"),
+        (3, (0, 1), GOOD, "slot 3"),
+        (-1, (0, 1), GOOD, "slot -1"),
+        (1, (0,), GOOD, "1 rows"),
+        (1, (0, 1, 2), GOOD, "3 rows"),
+        (1, (0, 0), GOOD, "distinct"),
+        (1, (0, 10), GOOD, "distinct"),
+        (1, (-1, 0), GOOD, "distinct"),
+        (1, range(5), random_adapter(same_rank(5)), "limit 4"),
+        (1, (0, 1), dataclasses.replace(GOOD, groups={"x": GOOD.groups["o_proj"]}), "'x'"),
+        (1, (0, 1), wrong_shape(GOOD), "o_proj: shapes"),
+        (1, (0, 1), rank_above_rows(GOOD), "o_proj: ranks"),
+        (1, (0,), dataclasses.replace(GOOD, rank=1), "in 2 rows of 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_the_slot_as_it_was(
+    slot: int, rows: tuple[int, ...], adapter: Adapter, message: str
+) -> None:
+    pool = poisoned_pool(3, 10, max_rank=4)
+    resident = random_adapter(same_rank(3), 7)
+    pool.write(Slot(1), (9, 8, 7), resident)
+    with pytest.raises(ValueError, match=message):
+        pool.write(Slot(slot), rows, adapter)
+    torch.testing.assert_close(delta_of(pool, 1), expected(resident))
+
+
+@pytest.mark.parametrize("slot", [0, 3])
+def test_clear_refuses_a_slot_that_no_adapter_can_have(slot: int) -> None:
+    with pytest.raises(ValueError, match=f"slot {slot}"):
+        poisoned_pool(3, 4).clear(Slot(slot))
+
+
+ADAPTERS = {rank: random_adapter(same_rank(rank), rank) for rank in (1, 2, 3, 5)}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 1, 2, 3, 5])), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_every_slot_is_its_own_adapter_after_any_history(
+    history: list[tuple[int, int]], random: Random
+) -> None:
+    """Rank 0 stands for an eviction. Rows go back and forth between the slots."""
+    pool = poisoned_pool(4, 15)
+    free = list(range(15))
+    owned: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for slot, rank in history:
+        free += owned[slot]
+        random.shuffle(free)
+        owned[slot], free = free[:rank], free[rank:]
+        if rank:
+            pool.write(Slot(slot), owned[slot], ADAPTERS[rank])
+        else:
+            pool.clear(Slot(slot))
+        for other, rows in owned.items():
+            want = expected(ADAPTERS[len(rows)]) if rows else torch.zeros(2, QKV.output_size)
+            torch.testing.assert_close(delta_of(pool, other), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
+    """A pass launched before the write still reads the rows' earlier tenant."""
+    pool = poisoned_pool(3, 6, device="cuda")
+    old, new = random_adapter(same_rank(6), 1), random_adapter(same_rank(6), 2)
+    pool.write(Slot(1), range(6), old).wait()
+    layer = pool.layer("qkv_proj", 1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    seen = layer.a.clone()
+    pinned = {
+        name: dataclasses.replace(weights, a=weights.a.pin_memory(), b=weights.b.pin_memory())
+        for name, weights in new.groups.items()
+    }
+    write = pool.write(Slot(2), range(6), dataclasses.replace(new, groups=pinned))
+    assert not write.done()
+    assert not torch.cuda.current_stream().query()  # the write did not wait for the pass
+    write.wait()
+    after = layer.a.clone()
+    table = pool.row_table.clone()
+    torch.cuda.synchronize()
+    assert write.done()
+    assert torch.equal(seen.cpu(), old.groups["qkv_proj"].a[1])
+    assert torch.equal(after.cpu(), new.groups["qkv_proj"].a[1])
+    assert table[2, :6].tolist() == list(range(6))

@@ -1,0 +1,111 @@
+"""Adapters made by hand, a pool that holds them, and the plain loop that says what they do."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
+from lorakeet.lora.pool import AdapterPool
+
+LAYERS = 3
+SPECS = (
+    GroupSpec("embed_tokens", 1, 50, ("embed_tokens",), (20,)),
+    GroupSpec("qkv_proj", LAYERS, 20, ("q_proj", "k_proj", "v_proj"), (24, 8, 8)),
+    GroupSpec("o_proj", LAYERS, 24, ("o_proj",), (20,)),
+    GroupSpec("gate_up_proj", LAYERS, 20, ("gate_proj", "up_proj"), (36, 36)),
+    GroupSpec("down_proj", LAYERS, 36, ("down_proj",), (20,)),
+    GroupSpec("lm_head", 1, 20, ("lm_head",), (50,)),
+)
+Ranks = Mapping[str, Sequence[int]]
+
+
+def random_adapter(ranks: Ranks, seed: int = 0, dtype: torch.dtype = torch.float32) -> Adapter:
+    """`ranks`: for each group that it changes, the rank in each layer."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = {}
+    for spec in SPECS:
+        if spec.name not in ranks:
+            continue
+        rank = max(ranks[spec.name])
+        a = torch.randn(
+            (spec.num_layers, len(spec.slice_sizes), rank, spec.input_size), generator=generator
+        )
+        b = torch.randn((spec.num_layers, rank, spec.output_size), generator=generator)
+        a, b = a * spec.input_size**-0.5, b * max(rank, 1) ** -0.5
+        for layer, own in enumerate(ranks[spec.name]):
+            a[layer, :, own:] = 0
+            b[layer, own:] = 0
+        groups[spec.name] = GroupWeights(a.to(dtype), b.to(dtype), tuple(ranks[spec.name]))
+    largest = max((max(own) for own in ranks.values()), default=0)
+    return Adapter(f"digest-{seed}", largest, groups, (), 0)
+
+
+def same_rank(rank: int) -> Ranks:
+    return {spec.name: (rank,) * spec.num_layers for spec in SPECS}
+
+
+def poisoned_pool(
+    num_slots: int,
+    num_rows: int,
+    max_rank: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> AdapterPool:
+    """A pool whose weights are NaN wherever nobody has written."""
+    pool = AdapterPool(SPECS, num_slots, num_rows, max_rank, dtype, device)
+    for spec in SPECS:
+        for layer in range(spec.num_layers):
+            pool.layer(spec.name, layer).a.fill_(torch.nan)
+            pool.layer(spec.name, layer).b.fill_(torch.nan)
+    return pool
+
+
+def filled_pool(
+    adapters: Mapping[int, Adapter],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> AdapterPool:
+    """The adapters by slot, their rows scattered over a poisoned pool."""
+    num_rows = sum(adapter.rank for adapter in adapters.values()) + 5
+    pool = poisoned_pool(max(adapters) + 1, num_rows, dtype=dtype, device=device)
+    rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    for slot, adapter in adapters.items():
+        own, rows = rows[: adapter.rank], rows[adapter.rank :]
+        pool.write(Slot(slot), own, adapter).wait()
+    return pool
+
+
+def input_of(spec: GroupSpec, num_tokens: int, seed: int = 0) -> Tensor:
+    """Activations (T, input), or token ids (T,) for the embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    if spec.name == "embed_tokens":
+        return torch.randint(spec.input_size, (num_tokens,), generator=generator)
+    return torch.randn((num_tokens, spec.input_size), generator=generator)
+
+
+def expected_delta(
+    spec: GroupSpec,
+    layer: int,
+    x: Tensor,
+    adapters: Mapping[int, Adapter],
+    slots: NDArray[np.int32],
+) -> Tensor:
+    """(T, output) float64: row by row, slice by slice, from the adapters as they were made."""
+    delta = torch.zeros((len(slots), spec.output_size), dtype=torch.float64)
+    for row, slot in enumerate(slots.tolist()):
+        weights = adapters[slot].groups.get(spec.name) if slot else None
+        if weights is None:
+            continue
+        rank = weights.ranks[layer]
+        a = weights.a[layer, :, :rank].double()
+        parts = torch.split(weights.b[layer, :rank].double(), list(spec.slice_sizes), dim=1)
+        for index, (b, out) in enumerate(
+            zip(parts, torch.split(delta[row], list(spec.slice_sizes)), strict=True)
+        ):
+            h = a[0, :, x[row]] if spec.name == "embed_tokens" else a[index] @ x[row].double()
+            out += h @ b
+    return delta
