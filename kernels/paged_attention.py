@@ -1,0 +1,128 @@
+# mypy: allow-untyped-decorators
+"""Attention over the paged KV cache, and the write into it."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakeet.kernels.paged_decode import paged_decode
+from lorakeet.kernels.paged_prefill import paged_prefill
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_starts: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_context_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of T queries of S sequences, whose keys and values are in the cache.
+
+    q: (T, heads, head_dim), the heads of a token adjacent; k_cache, v_cache: (num_blocks,
+    block_size, kv_heads, head_dim), contiguous, of q's dtype; query_starts: (S + 1,) int32;
+    context_lens: (S,) int32; block_tables: (S, max_blocks) int32. Query i of n, in a context of
+    c keys, sees the keys up to c - n + i; of these the last `sliding_window`, its own among them.
+    The first `num_decodes` sequences have one query each. Returns (T, heads, head_dim) of q's
+    dtype; softmax and sums are float32.
+
+    The launches depend on shapes and on the host's numbers alone, and a decode with context 0
+    (padding) gets zeros: a captured graph of decodes serves every batch up to its limits.
+    Raises ValueError for a sliding window below 1.
+    """
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, not {sliding_window}")
+    assert q.stride()[1:] == (q.shape[2], 1)
+    assert block_tables.stride(1) == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    window = sliding_window or 0
+    scale *= math.log2(math.e)
+    if num_decodes > 0:
+        paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            context_lens,
+            block_tables,
+            num_decodes,
+            max_context_len,
+            scale,
+            window,
+            out,
+        )
+    if num_decodes < context_lens.shape[0]:
+        paged_prefill(
+            q,
+            k_cache,
+            v_cache,
+            query_starts,
+            context_lens,
+            block_tables,
+            num_decodes,
+            max_query_len,
+            scale,
+            window,
+            out,
+        )
+    return out
+
+
+@triton.jit
+def _write_kernel(  # type: ignore[no-untyped-def]
+    k,
+    v,
+    k_cache,
+    v_cache,
+    kv_slots,
+    k_stride,
+    v_stride,
+    k_slot_stride,
+    v_slot_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(kv_slots + token)
+    if slot < 0:
+        return
+    n = tl.arange(0, BLOCK)
+    mask = n < WIDTH
+    tl.store(k_cache + slot * k_slot_stride + n, tl.load(k + token * k_stride + n, mask), mask)
+    tl.store(v_cache + slot * v_slot_stride + n, tl.load(v + token * v_stride + n, mask), mask)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
+    """Copy keys and values to their places in the cache, which is contiguous.
+
+    k, v: (T, kv_heads, head_dim), the heads of a token adjacent; k_cache, v_cache: (num_blocks,
+    block_size, kv_heads, head_dim); kv_slots: (T,) int64, block · block_size + offset. A negative
+    slot marks a padding row: nothing is written.
+    """
+    _, num_kv_heads, head_dim = k.shape
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    width = num_kv_heads * head_dim
+    _write_kernel[(k.shape[0],)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        kv_slots,
+        k.stride(0),
+        v.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(1),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+    )

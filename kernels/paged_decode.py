@@ -1,0 +1,189 @@
+# mypy: allow-untyped-decorators
+"""Attention of sequences with one new token: keys in splits side by side, then a merge.
+
+(Flash-Decoding.) How a context is split depends on its own length alone, so a sequence's result
+does not depend on the batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakeet.kernels.attend import KEYS, attend, tile_size
+
+MAX_SPLITS = 16
+MIN_SPLIT = 256  # keys
+
+
+@triton.jit
+def _splits(  # type: ignore[no-untyped-def]
+    context, WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr
+):
+    """The first key that the newest token sees, and the number of keys in a split."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0)
+    return first, tl.maximum(tl.cdiv(context - first, MAX_SPLITS), MIN_SPLIT)
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q,
+    k_cache,
+    v_cache,
+    totals,
+    weights,
+    maxima,
+    context_lens,
+    block_tables,
+    scale,
+    q_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(context_lens + sequence)
+    first, split_size = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
+    first += split * split_size
+    if first >= context:
+        return
+
+    m = tl.arange(0, BLOCK_M)
+    in_group = m < GROUP
+    heads = kv_head * GROUP + m
+    d = tl.arange(0, BLOCK_D)
+    mask = in_group[:, None] & (d < HEAD_DIM)[None, :]
+    q_rows = q + sequence * q_stride + heads * HEAD_DIM
+    query = tl.load(q_rows[:, None] + d[None, :], mask=mask, other=0.0)
+    total, weight, highest = attend(
+        query,
+        tl.zeros([BLOCK_M], dtype=tl.int32) + (context - 1),
+        first,
+        tl.minimum(context, first + split_size),
+        k_cache,
+        v_cache,
+        kv_head,
+        block_tables + sequence * table_stride,
+        scale,
+        WINDOW,
+        BLOCK_SIZE,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_D,
+    )
+    rows = (sequence * (KV_HEADS * GROUP) + heads) * tl.num_programs(2) + split
+    tl.store(totals + rows[:, None] * HEAD_DIM + d[None, :], total, mask=mask)
+    tl.store(weights + rows, weight, mask=in_group)
+    tl.store(maxima + rows, highest, mask=in_group)
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    totals,
+    weights,
+    maxima,
+    out,
+    context_lens,
+    num_splits,
+    WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One head of one sequence; zeros if it has no context."""
+    sequence = tl.program_id(0).to(tl.int64)
+    row = sequence * tl.num_programs(1) + tl.program_id(1)
+    context = tl.load(context_lens + sequence)
+    first, split_size = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
+    split = tl.arange(0, BLOCK_S)
+    used = split < tl.cdiv(context - first, split_size)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+
+    rows = row * num_splits + split
+    highest = tl.load(maxima + rows, mask=used, other=float("-inf"))
+    shrink = tl.where(used, tl.exp2(highest - tl.max(highest, 0)), 0.0)
+    weight = tl.sum(shrink * tl.load(weights + rows, mask=used, other=0.0), 0)
+    parts = totals + rows[:, None] * HEAD_DIM + d[None, :]
+    values = tl.load(parts, mask=used[:, None] & in_head[None, :], other=0.0)
+    result = tl.sum(shrink[:, None] * values, 0) / tl.where(context > 0, weight, 1.0)
+    tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=in_head)
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    num_decodes: int,
+    max_context_len: int,
+    scale: float,
+    window: int,
+    out: Tensor,
+) -> None:
+    """`paged_attention` for the first `num_decodes` sequences; window 0: none."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    most_keys = min(max_context_len, window) if window else max_context_len
+    num_splits = min(MAX_SPLITS, triton.cdiv(most_keys, MIN_SPLIT))
+    shape = (num_decodes, num_heads, num_splits)
+    totals = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=q.device)
+    maxima = torch.empty(shape, dtype=torch.float32, device=q.device)
+    _decode_kernel[num_decodes, num_kv_heads, num_splits](
+        q,
+        k_cache,
+        v_cache,
+        totals,
+        weights,
+        maxima,
+        context_lens,
+        block_tables,
+        scale,
+        q.stride(0),
+        block_tables.stride(0),
+        WINDOW=window,
+        MAX_SPLITS=MAX_SPLITS,
+        MIN_SPLIT=MIN_SPLIT,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_M=tile_size(group),
+        BLOCK_N=KEYS,
+        BLOCK_D=tile_size(head_dim),
+        num_warps=4,
+        num_stages=2,
+    )
+    _combine_kernel[num_decodes, num_heads](
+        totals,
+        weights,
+        maxima,
+        out,
+        context_lens,
+        num_splits,
+        WINDOW=window,
+        MAX_SPLITS=MAX_SPLITS,
+        MIN_SPLIT=MIN_SPLIT,
+        HEAD_DIM=head_dim,
+        BLOCK_S=triton.next_power_of_2(num_splits),
+        BLOCK_D=tile_size(head_dim),
+    )

@@ -1,0 +1,166 @@
+"""Paged attention against plain masked softmax in float64, and the write into the cache."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorakeet.kernels import paged_decode, reference
+from lorakeet.kernels.paged_attention import paged_attention, write_kv
+from support.paged_cases import PagedCase, paged_case
+
+# of rows and heads that only fill up a tile: numpy warns of what a GPU passes over
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+MIXED = [(1, 9), (1, 1), (1, 30), (5, 5), (7, 20), (1, 6), (23, 23), (2, 70)]
+
+
+def exact_attention(case: PagedCase, scale: float, window: int | None) -> Tensor:
+    """Whole score matrices, without any paging, float64."""
+    outputs = []
+    starts = case.query_starts.tolist()
+    group = case.q.shape[1] // case.k_cache.shape[2]
+    for index, (keys, values) in enumerate(zip(case.keys, case.values, strict=True)):
+        q = case.q[starts[index] : starts[index + 1]].double().transpose(0, 1)
+        k, v = (t.double().repeat_interleave(group, 1).transpose(0, 1) for t in (keys, values))
+        places = torch.arange(len(keys), device=q.device)
+        own = places[len(keys) - q.shape[1] :, None]
+        hidden = places > own
+        if window is not None:
+            hidden |= places <= own - window
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def assert_close(actual: Tensor, exact: Tensor) -> None:
+    assert actual.shape == exact.shape
+    rtol, atol = {
+        torch.float32: (1e-5, 1e-5),
+        torch.bfloat16: (2**-7, 1e-2),
+        torch.float16: (2**-9, 2e-3),
+    }[actual.dtype]
+    torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 20), (2, 2, 5), (9, 3, 64)]
+)
+def test_mixed_batch(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, device: str, dtype: torch.dtype
+) -> None:
+    """Decodes, whole prompts, chunks of prompts and a one-token chunk in one call."""
+    case = paged_case(
+        MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype
+    )
+    assert case.num_decodes == 3
+    scale = head_dim**-0.5
+    assert_close(paged_attention(*case.args, scale, window), exact_attention(case, scale, window))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32])
+@pytest.mark.parametrize("lengths", [MIXED[:3], MIXED[3:], [(130, 150)]])
+def test_block_sizes(
+    block_size: int, lengths: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
+) -> None:
+    case = paged_case(lengths, block_size=block_size, device=device, dtype=dtype)
+    assert_close(paged_attention(*case.args, 0.3), exact_attention(case, 0.3, None))
+
+
+@pytest.mark.parametrize("window", [None, 300, 40])
+def test_long_decodes_are_split(window: int | None, device: str, dtype: torch.dtype) -> None:
+    split, most = paged_decode.MIN_SPLIT, paged_decode.MAX_SPLITS
+    contexts = [1, split, split + 1, 2 * split + 17, split * most + 100]
+    case = paged_case(
+        [(1, context) for context in contexts],
+        heads=2,
+        kv_heads=1,
+        block_size=16,
+        device=device,
+        dtype=dtype,
+    )
+    assert_close(paged_attention(*case.args, 0.25, window), exact_attention(case, 0.25, window))
+
+
+def test_a_decode_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> None:
+    case = paged_case([(1, 40), (1, 600), (3, 9)], block_size=16, device=device, dtype=dtype)
+    alone = replace(
+        case,
+        q=case.q[:1],
+        query_starts=case.query_starts[:2],
+        context_lens=case.context_lens[:1],
+        block_tables=case.block_tables[:1],
+        num_decodes=1,
+        max_query_len=1,
+        max_context_len=40,
+    )
+    assert torch.equal(paged_attention(*case.args, 0.25)[:1], paged_attention(*alone.args, 0.25))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_large_and_small_scores(scale: float, device: str, dtype: torch.dtype) -> None:
+    case = paged_case([(1, 80), (70, 75)], device=device, dtype=dtype)
+    actual = paged_attention(*case.args, scale)
+    if scale > 1 and dtype == torch.float32:  # scores of 1000: their float32 error is 1e-4
+        torch.testing.assert_close(
+            actual.double(), exact_attention(case, scale, None), rtol=1e-3, atol=1e-3
+        )
+    elif scale < 1:
+        assert_close(actual, exact_attention(case, scale, None))
+    assert actual.isfinite().all()
+
+
+def test_padding_decodes_get_zeros(device: str, dtype: torch.dtype) -> None:
+    """A captured graph has more rows than the batch: their context is 0."""
+    case = paged_case([(1, 20), (1, 0), (1, 5), (1, 0)], device=device, dtype=dtype)
+    out = paged_attention(*case.args, 0.25)
+    assert (out[[1, 3]] == 0).all()
+    expected = reference.paged_attention(*case.args, 0.25, dtype=torch.float64)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("what", ["k_cache", "v_cache"])
+def test_nan_of_one_sequence_stays_there(what: str, device: str, dtype: torch.dtype) -> None:
+    case = paged_case([(1, 9), (1, 12), (6, 8), (5, 5)], device=device, dtype=dtype)
+    clean = paged_attention(*case.args, 0.25)
+    cache = getattr(case, what).clone()
+    for sequence in (1, 2):
+        cache[int(case.block_tables[sequence, 0])] = torch.nan
+    poisoned = paged_attention(*replace(case, **{what: cache}).args, 0.25)
+    assert poisoned[1:8].isnan().all()
+    others = torch.tensor([0, *range(8, 13)])
+    assert torch.equal(poisoned[others], clean[others])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_reference_agrees_with_the_definition(window: int | None) -> None:
+    case = paged_case(MIXED, heads=6, kv_heads=2, head_dim=9)
+    actual = reference.paged_attention(*case.args, 0.3, window, dtype=torch.float64)
+    torch.testing.assert_close(actual, exact_attention(case, 0.3, window))
+
+
+def test_window_below_one_is_refused() -> None:
+    case = paged_case([(1, 3)])
+    with pytest.raises(ValueError, match="sliding_window"):
+        paged_attention(*case.args, 0.25, 0)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), (1, 5), (3, 12)])
+def test_write_kv(kv_heads: int, head_dim: int, device: str, dtype: torch.dtype) -> None:
+    """Rows go where they are told; padding rows and all other places stay as they are."""
+    slots = torch.tensor([13, 0, -1, 6, 19, -1], device=device)
+    width = kv_heads * head_dim
+    wide = torch.randn(6, 2 * width + 3, device=device).to(dtype)
+    k = wide[:, :width].view(6, kv_heads, head_dim)
+    v = wide[:, width : 2 * width].view(6, kv_heads, head_dim)
+    cache = torch.randn(2, 5, 4, kv_heads, head_dim, device=device).to(dtype)
+    actual, expected = cache.clone(), cache.clone()
+    write_kv(k, v, actual[0], actual[1], slots)
+    reference.write_kv(k, v, expected[0], expected[1], slots)
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual[0].flatten(0, 1)[13], k[0])
+    changed = (actual != cache).flatten(3).any(-1).flatten(1).sum(1)
+    assert changed.tolist() == [4, 4]
