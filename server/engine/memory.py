@@ -1,0 +1,159 @@
+"""How much memory each part gets: the adapter pool, the KV cache, and what a pass needs beside."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lorakeet.configs.settings import Settings, SettingsError
+from lorakeet.lora.adapter import GroupSpec
+from lorakeet.lora.pool import bytes_per_row
+from lorakeet.models.config import ModelConfig
+from lorakeet.models.kv_cache import kv_block_bytes
+from lorakeet.models.sampler import SamplingRow
+from lorakeet.server.engine.inputs import StepArrays
+
+logger = logging.getLogger(__name__)
+
+MiB = 2**20
+MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
+
+# Every step of the sampler at once.
+WORST_SAMPLING = SamplingRow(
+    top_k=50,
+    top_p=0.9,
+    min_p=0.1,
+    presence_penalty=1.0,
+    repetition_penalty=1.1,
+    output_ids=range(1000),
+    num_logprobs=MAX_LOGPROBS,
+)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The KV cache that there is room for, and the longest sequence that fits it."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nobody uses now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def pool_rows(
+    settings: Settings, specs: Sequence[GroupSpec], dtype: torch.dtype, device: torch.device
+) -> int:
+    """Rank rows of the adapter pool: as many as `lora_memory` holds.
+
+    Left out: enough for `max_loras` adapters of `max_lora_rank`, in at most a quarter of the free
+    memory. Raises SettingsError when not even one adapter of the largest rank fits.
+    """
+    row_bytes = bytes_per_row(specs, dtype)
+    if settings.lora_memory is not None:
+        rows = settings.lora_memory // row_bytes
+    else:
+        wanted = settings.max_loras * settings.max_lora_rank
+        rows = min(wanted, free_memory(device) // 4 // row_bytes)
+    if rows < settings.max_lora_rank:
+        needed = -(-settings.max_lora_rank * row_bytes // MiB)
+        raise SettingsError(
+            f"lora_memory: an adapter of rank {settings.max_lora_rank} (max_lora_rank) takes"
+            f" {needed} MiB; there is room for rank {rows}"
+        )
+    return rows
+
+
+def pool_slots(settings: Settings, num_rows: int) -> int:
+    """Slots of the pool, slot 0 included: adapters of small rank may be many."""
+    return 1 + max(settings.max_loras, num_rows // 8)
+
+
+def check_model_len(settings: Settings, config: ModelConfig) -> None:
+    """Raise SettingsError for a `max_model_len` that the model has no positions for."""
+    limit = config.max_position_embeddings
+    if settings.max_model_len is not None and settings.max_model_len > limit:
+        raise SettingsError(
+            f"max_model_len: {settings.max_model_len}; the model's limit is {limit}"
+        )
+
+
+def cache_size(
+    settings: Settings, config: ModelConfig, dtype: torch.dtype, memory: int
+) -> CacheSize:
+    """The cache in at most `memory` bytes, and never more blocks than all sequences could use.
+
+    The longest sequence always fits: a `max_model_len` that was left out is lowered for it, one
+    that was given and does not fit raises SettingsError.
+    """
+    block_size = settings.block_size
+    block_bytes = kv_block_bytes(config, block_size, dtype)
+    num_blocks = max(memory, 0) // block_bytes
+    wanted = settings.max_model_len or config.max_position_embeddings
+    max_model_len = min(wanted, num_blocks * block_size)
+    if max_model_len < wanted:
+        place = "gpu_memory_utilization" if torch.cuda.is_available() else "cpu_kv_memory"
+        needed = -(-wanted // block_size) * block_bytes
+        message = (
+            f"a sequence of {wanted} tokens takes {needed // MiB} MiB of KV cache, and {place}"
+        )
+        message += f" leaves {max(memory, 0) // MiB} MiB"
+        if settings.max_model_len is not None or max_model_len == 0:
+            raise SettingsError(f"max_model_len: {message}")
+        logger.warning("max_model_len is lowered to %d: %s", max_model_len, message)
+    blocks_of_sequence = -(-max_model_len // block_size)
+    return CacheSize(min(num_blocks, settings.max_num_seqs * blocks_of_sequence), max_model_len)
+
+
+def kv_memory(settings: Settings, device: torch.device, worst_pass: Callable[[], None]) -> int:
+    """Bytes for the KV cache once weights and adapter pool are there.
+
+    On CUDA: the allowed share of all memory, less what is in use and what `worst_pass` needs.
+    """
+    if device.type != "cuda":
+        return settings.cpu_kv_memory
+    free = free_memory(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    worst_pass()
+    torch.cuda.synchronize(device)
+    working = torch.cuda.max_memory_allocated(device) - before
+    # what is not torch's (the context, libraries, loaded kernels) may have grown in the pass
+    free = min(free, free_memory(device))
+    logger.info("a pass needs up to %d MiB beside weights and caches", working // MiB)
+    return int(total * settings.gpu_memory_utilization) - (total - free) - working
+
+
+def worst_arrays(settings: Settings, config: ModelConfig) -> StepArrays:
+    """A full pass: as many sequences as may run, at the greatest length, the last one a prefill.
+
+    All its KV goes to, and comes from, block 0.
+    """
+    max_model_len = settings.max_model_len or config.max_position_embeddings
+    num_tokens = settings.max_num_batched_tokens
+    num_sequences = min(settings.max_num_seqs, num_tokens)
+    counts = np.ones(num_sequences, np.int64)
+    counts[-1] += num_tokens - num_sequences
+    query_starts = np.concatenate([[0], np.cumsum(counts)])
+    context_lens = np.maximum(counts, max_model_len)
+    num_blocks = -(-int(context_lens.max()) // settings.block_size)
+    positions = np.repeat(context_lens - query_starts[1:], counts) + np.arange(num_tokens)
+    return StepArrays(
+        rows=np.arange(num_sequences),
+        token_rows=np.repeat(np.arange(num_sequences), counts),
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=np.minimum(positions, config.max_position_embeddings - 1),
+        kv_slots=np.arange(num_tokens) % settings.block_size,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=np.zeros((num_sequences, num_blocks), np.int32),
+    )

@@ -1,0 +1,78 @@
+"""The engine from its settings to its end, the same in a process of its own and in a thread."""
+
+import logging
+from collections.abc import Callable
+
+from lorakeet.configs.settings import Settings, SettingsError
+from lorakeet.models.config import UnsupportedModelError
+from lorakeet.models.hub import ModelNotFoundError, resolve_model
+from lorakeet.models.weights import WeightsError
+from lorakeet.server.demo import DemoModelError, demo_model
+from lorakeet.server.engine.loop import EngineLoop, Inbox
+from lorakeet.server.engine.messages import EngineDead, EngineInfo, Event
+from lorakeet.server.engine.runner import Runner
+from lorakeet.server.engine.scheduler import Scheduler
+from lorakeet.server.engine.scheduler_config import SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+# What a user can put right: the message says all that there is to say.
+_USER_ERRORS = (
+    SettingsError,
+    UnsupportedModelError,
+    WeightsError,
+    ModelNotFoundError,
+    DemoModelError,
+)
+
+
+def run_engine(settings: Settings, inbox: Inbox, send: Callable[[Event], None]) -> bool:
+    """Build the engine, tell that it is ready, and run it until `Shutdown`.
+
+    An error ends it with `EngineDead`. Returns whether it ended as it should.
+    """
+    try:
+        runner = Runner(settings, resolve_model(settings.model) if settings.model else demo_model())
+        loop = EngineLoop(_scheduler(settings, runner), runner, runner.host_store, send)
+        send(_info(settings, runner))
+        loop.run(inbox)
+    except _USER_ERRORS as error:
+        send(EngineDead(str(error)))
+        return False
+    except Exception as error:
+        logger.exception("the engine is dead")
+        send(EngineDead(f"{type(error).__name__}: {error}"))
+        return False
+    return True
+
+
+def _scheduler(settings: Settings, runner: Runner) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=runner.cache.num_blocks,
+            block_size=settings.block_size,
+            max_model_len=runner.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_loras=settings.max_loras,
+            num_slots=runner.pool.num_slots,
+            num_rows=runner.pool.num_rows,
+            max_lora_rank=settings.max_lora_rank,
+            enable_prefix_caching=settings.enable_prefix_caching,
+        )
+    )
+
+
+def _info(settings: Settings, runner: Runner) -> EngineInfo:
+    return EngineInfo(
+        vocab_size=runner.config.vocab_size,
+        max_model_len=runner.max_model_len,
+        num_blocks=runner.cache.num_blocks,
+        block_size=settings.block_size,
+        max_loras=settings.max_loras,
+        max_lora_rank=settings.max_lora_rank,
+        lora_rows=runner.pool.num_rows,
+        device=str(runner.device),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        memory=runner.memory_by_part(),
+    )
