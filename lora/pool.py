@@ -12,8 +12,11 @@ other slots run on beside the copy, since they read other rows.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
@@ -37,6 +40,11 @@ class LayerWeights:
     ranks: Tensor  # (num_slots,) int32; 0: the slot leaves this layer alone
     row_table: Tensor  # (num_slots, max_rank) int32; the first ranks[slot] rows of a slot count
     slice_sizes: tuple[int, ...]
+
+    @cached_property
+    def host_ranks(self) -> NDArray[np.int32]:
+        """`ranks` of a pool in host memory, the same memory."""
+        return self.ranks.numpy()
 
 
 @dataclass(frozen=True)

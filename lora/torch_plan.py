@@ -52,7 +52,7 @@ class _Rows:
 def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
     """The pass's plan for a layer like this one; None when no row's adapter changes it."""
     rows = batch.cached("rows", lambda: _get_rows(batch.segments))
-    ranks = weights.ranks.numpy()[rows.slots]
+    ranks = weights.host_ranks[rows.slots]
     slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
     return batch.cached(
         (slices, ranks.tobytes()), lambda: _make_plan(weights, rows, ranks, num_tokens)
