@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lorakeet.models import llama
+from lorakeet.models.attention import TritonAttention
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.weights import load_model
 from support.models import KINDS, VOCAB_SIZE, tiny_model
@@ -79,6 +81,38 @@ class TestParity:
                     del left[name]
             passes.run(chunks)
         check(passes.logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "odd_head_dim"])
+def test_with_the_kernels(folders: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that CUDA takes, in Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter needs a machine without CUDA")
+    monkeypatch.setattr(llama, "plan_attention", TritonAttention)
+    _, model, expected = made(folders, kind)
+    passes = Passes(model)
+    names = {name: PROMPTS[name] for name in "abc"}
+    passes.run({"a": names["a"][:20], "c": names["c"][:3]})
+    passes.run({"a": names["a"][20:21], "b": names["b"], "c": names["c"][3:15]})
+    passes.run({"a": names["a"][21:], "c": names["c"][15:]})
+    check(passes.logits, {name: expected[name] for name in names})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_cuda(folders: Path, kind: str) -> None:
+    folder, _, expected = made(folders, kind)
+    model = load_model(folder, "cuda", "float32")
+    passes = Passes(model)
+    for start in range(0, max(LENGTHS.values()), 11):
+        rest = {name: tokens[start : start + 11] for name, tokens in PROMPTS.items()}
+        passes.run({name: tokens for name, tokens in rest.items() if tokens})
+    check({name: logits.cpu() for name, logits in passes.logits.items()}, expected)
+    half = Passes(load_model(folder, "cuda"))
+    half.run(PROMPTS)
+    assert half.logits["d"].dtype == torch.bfloat16
+    assert (half.logits["d"].float().cpu() - expected["d"]).abs().mean() < 0.1
 
 
 def test_the_kinds_differ(folders: Path) -> None:
