@@ -3,8 +3,9 @@
 An adapter with requests *holds a place* (and through it a slot of the pool) or waits for one in a
 queue. Places are given in the order of that queue. An adapter that has waited longer than
 `wait_limit` is *overdue*: nobody is served before it, and the adapter that has held its place
-longest *yields*: it starts no more sequences, and once it has held its place for `quantum`, its
-running sequences are preempted and it goes to the end of the queue.
+longest *yields*: it starts no more sequences, and once it has held its place for `quantum` and got
+on by at least one token, its running sequences are preempted and it goes to the end of the queue.
+(Without that token, adapters could take turns for ever, each at computing its prompt again.)
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class AdapterEntry:
     num_running: int = 0
     waiting_since: float = 0.0  # while it is in the queue
     started: float | None = None  # when it started its first sequence in its present place
+    has_progressed: bool = False  # by a token or a finished sequence, in its present place
     slot: Slot | None = None  # while it holds a place
 
     @property
@@ -104,6 +106,10 @@ class AdapterPlaces:
         if entry.started is None:
             entry.started = now
 
+    def progress(self, adapter_id: AdapterId) -> None:
+        """One of its sequences has got a token, or is complete."""
+        self._entries[adapter_id].has_progressed = True
+
     def preempt(self, adapter_id: AdapterId) -> None:
         entry = self._entries[adapter_id]
         entry.num_running -= 1
@@ -122,7 +128,7 @@ class AdapterPlaces:
         return [
             entry.adapter_id
             for entry in self._yielding
-            if entry.started is not None and now - entry.started >= self._quantum
+            if entry.has_progressed and now - (entry.started or 0.0) >= self._quantum
         ]
 
     def grant(self, now: float) -> list[Assignment]:
@@ -226,6 +232,7 @@ class AdapterPlaces:
         self._places[entry.adapter_id] = entry
         entry.slot = self._slots.slot_of(entry.adapter_id)
         entry.started = None
+        entry.has_progressed = False
 
     def _leave(self, entry: AdapterEntry, now: float) -> None:
         assert entry.num_running == 0

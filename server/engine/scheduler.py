@@ -286,6 +286,7 @@ class Scheduler:
             sequence.collect_prompt_logprobs(chunk.start, scores)
         if sequence.num_uncomputed_tokens > 0:
             return None
+        self.adapters.progress(sequence.adapter_id)
         stop_token = None
         if chunk.samples:
             assert sampled is not None

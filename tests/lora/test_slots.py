@@ -1,0 +1,274 @@
+"""Slots and rows: who may be evicted, and that nothing is ever lost."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.slots import Assignment, PoolError, SlotManager
+
+
+def manager_with(
+    *ranks: int, num_slots: int = 3, num_rows: int = 16, max_rank: int = 8
+) -> tuple[SlotManager, list[AdapterId]]:
+    slots = SlotManager(num_slots, num_rows, max_rank)
+    ids = [AdapterId(number) for number in range(1, len(ranks) + 1)]
+    for adapter_id, rank in zip(ids, ranks, strict=True):
+        slots.register(adapter_id, rank, pinned=False)
+    return slots, ids
+
+
+def load(slots: SlotManager, adapter_id: AdapterId) -> Assignment:
+    assignment = slots.assign(adapter_id)
+    assert assignment is not None
+    slots.loaded(assignment.slot)
+    return assignment
+
+
+def test_an_adapter_gets_rows_by_its_true_rank_and_never_slot_0() -> None:
+    slots, (a, b) = manager_with(3, 8)
+    first, second = load(slots, a), load(slots, b)
+    assert (len(first.rows), len(second.rows)) == (3, 8)
+    assert not set(first.rows) & set(second.rows)
+    assert {first.slot, second.slot} == {1, 2}
+    assert slots.num_used_rows == 11
+    slots.check()
+
+
+def test_states() -> None:
+    slots, (a,) = manager_with(4)
+    assert (slots.tier(a), slots.slot_of(a), slots.is_ready(a)) == ("host", None, False)
+    assignment = slots.assign(a)
+    assert assignment is not None
+    assert (slots.tier(a), slots.slot_of(a), slots.is_ready(a)) == (
+        "loading",
+        assignment.slot,
+        False,
+    )
+    slots.loaded(assignment.slot)
+    assert (slots.tier(a), slots.slot_of(a), slots.is_ready(a)) == ("gpu", assignment.slot, True)
+
+
+def test_the_least_recently_used_idle_adapter_is_evicted() -> None:
+    slots, (a, b, c) = manager_with(1, 1, 1)
+    load(slots, a)
+    load(slots, b)
+    slots.acquire(a)
+    slots.release(a)
+    load(slots, c)
+    assert [slots.tier(one) for one in (a, b, c)] == ["gpu", "host", "gpu"]
+
+
+def test_nothing_in_use_or_loading_is_evicted() -> None:
+    """B05: however often others ask."""
+    slots, (a, b, c) = manager_with(1, 1, 1)
+    used = load(slots, a)
+    slots.acquire(a)
+    assert slots.assign(b) is not None
+    for _ in range(3):
+        assert slots.assign(c) is None
+    assert slots.slot_of(a) == used.slot
+    assert slots.tier(b) == "loading"
+    slots.release(a)
+    assert slots.assign(c) is not None
+
+
+def test_no_one_is_evicted_in_vain() -> None:
+    slots, (small, used, large) = manager_with(2, 7, 8, num_slots=4, num_rows=14)
+    load(slots, small)
+    load(slots, used)
+    slots.acquire(used)
+    assert slots.assign(large) is None
+    assert slots.tier(small) == "gpu"
+    slots.check()
+
+
+def test_rows_of_several_adapters_are_gathered() -> None:
+    slots, (a, b, c, large) = manager_with(3, 3, 3, 8, num_slots=5, num_rows=9)
+    for one in (a, b, c):
+        load(slots, one)
+    assignment = load(slots, large)
+    assert len(set(assignment.rows)) == 8
+    assert slots.num_used_rows == 8
+
+
+def test_a_failed_load_frees_all_it_took() -> None:
+    slots, (a,) = manager_with(8)
+    for _ in range(20):
+        assignment = slots.assign(a)
+        assert assignment is not None
+        assert slots.failed(assignment.slot) == a
+        assert (slots.num_used_rows, slots.tier(a), slots.available) == (0, "host", (2, 16))
+    slots.check()
+
+
+def test_unload_at_last_use() -> None:
+    slots, (a,) = manager_with(4)
+    load(slots, a)
+    slots.acquire(a)
+    slots.acquire(a)
+    assert not slots.unload(a)
+    slots.release(a)
+    assert not slots.unload(a)
+    slots.release(a)
+    assert slots.num_used_rows == 0
+    assert slots.unload(a)
+
+
+def test_unload_while_loading_waits_for_the_copy() -> None:
+    slots, (a,) = manager_with(4)
+    assignment = slots.assign(a)
+    assert assignment is not None
+    assert not slots.unload(a)
+    assert slots.num_used_rows == 4
+    slots.loaded(assignment.slot)
+    assert slots.num_used_rows == 0
+    assert slots.unload(a)
+
+
+def test_more_cycles_of_load_and_unload_than_slots() -> None:
+    """C02: fresh adapters every time, used or not, failing or not."""
+    slots = SlotManager(3, 16, 8)
+    for number in range(1, 61):
+        adapter_id = AdapterId(number)
+        slots.register(adapter_id, number % 8 + 1, pinned=False)
+        if number % 3 == 0:
+            assignment = slots.assign(adapter_id)
+            assert assignment is not None
+            slots.failed(assignment.slot)
+        elif number % 3 == 1:
+            load(slots, adapter_id)
+            slots.acquire(adapter_id)
+            slots.release(adapter_id)
+        assert slots.unload(adapter_id)
+    assert slots.available == (2, 16)
+    slots.check()
+
+
+def test_pinned_adapters_stay() -> None:
+    slots, (a, b, c) = manager_with(1, 1, 1)
+    pinned = AdapterId(9)
+    slots.register(pinned, 8, pinned=True)
+    load(slots, pinned)
+    for one in (a, b, c, a, b, c):
+        load(slots, one)
+        slots.check()
+    assert slots.tier(pinned) == "gpu"
+    assert slots.unload(pinned)
+    assert slots.tier(pinned) == "host"
+
+
+@pytest.mark.parametrize(("num_slots", "num_rows"), [(3, 15), (2, 64)])
+def test_pins_leave_room_for_the_largest_other_adapter(num_slots: int, num_rows: int) -> None:
+    slots = SlotManager(num_slots, num_rows, 8)
+    with pytest.raises(PoolError, match="no room"):
+        slots.register(AdapterId(1), 8, pinned=True)
+    slots.register(AdapterId(1), 8, pinned=False)
+    slots.check()
+
+
+def test_adapters_that_never_fit_are_refused() -> None:
+    slots, _ = manager_with()
+    with pytest.raises(PoolError, match="rank 9"):
+        slots.register(AdapterId(1), 9, pinned=False)
+    with pytest.raises(ValueError, match="rows"):
+        SlotManager(2, 7, 8)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Against a model: what each adapter's rows hold, who uses it, who is to go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SlotManager(4, 12, 5)
+        self.next_id = 1
+        self.ranks: dict[AdapterId, int] = {}
+        self.loading: dict[AdapterId, Assignment] = {}
+        self.uses: dict[AdapterId, int] = {}
+        self.leaving: set[AdapterId] = set()
+        self.row_owner: dict[int, AdapterId] = {}
+        self.slot_owner: dict[int, AdapterId] = {}
+
+    def pick(self, random: random.Random) -> AdapterId:
+        return random.choice(sorted(self.ranks))
+
+    @rule(rank=st.integers(1, 5), pinned=st.booleans())
+    def register(self, rank: int, pinned: bool) -> None:
+        adapter_id = AdapterId(self.next_id)
+        self.next_id += 1
+        try:
+            self.slots.register(adapter_id, rank, pinned)
+        except PoolError:
+            return
+        self.ranks[adapter_id] = rank
+        self.uses[adapter_id] = 0
+
+    @precondition(lambda self: self.ranks)
+    @rule(random=st.randoms(use_true_random=False))
+    def assign(self, random: random.Random) -> None:
+        adapter_id = self.pick(random)
+        if self.slots.slot_of(adapter_id) is not None or adapter_id in self.leaving:
+            return
+        assignment = self.slots.assign(adapter_id)
+        if assignment is not None:
+            self.loading[adapter_id] = assignment
+            self.slot_owner[assignment.slot] = adapter_id
+            others = {row: one for row, one in self.row_owner.items() if one != adapter_id}
+            self.row_owner = others | dict.fromkeys(assignment.rows, adapter_id)
+            assert len(assignment.rows) == self.ranks[adapter_id]
+
+    @precondition(lambda self: self.loading)
+    @rule(random=st.randoms(use_true_random=False), good=st.booleans())
+    def end_load(self, random: random.Random, good: bool) -> None:
+        adapter_id = random.choice(sorted(self.loading))
+        if not good and self.uses[adapter_id]:
+            return
+        slot = self.loading.pop(adapter_id).slot
+        assert (self.slots.loaded if good else self.slots.failed)(slot) == adapter_id
+
+    @precondition(lambda self: self.ranks)
+    @rule(random=st.randoms(use_true_random=False))
+    def acquire(self, random: random.Random) -> None:
+        adapter_id = self.pick(random)
+        if self.slots.slot_of(adapter_id) is not None and adapter_id not in self.leaving:
+            self.slots.acquire(adapter_id)
+            self.uses[adapter_id] += 1
+
+    @precondition(lambda self: any(self.uses.values()))
+    @rule(random=st.randoms(use_true_random=False))
+    def release(self, random: random.Random) -> None:
+        adapter_id = random.choice(sorted(one for one, count in self.uses.items() if count))
+        self.slots.release(adapter_id)
+        self.uses[adapter_id] -= 1
+
+    @precondition(lambda self: self.ranks)
+    @rule(random=st.randoms(use_true_random=False))
+    def unload(self, random: random.Random) -> None:
+        adapter_id = self.pick(random)
+        busy = self.uses[adapter_id] > 0 or adapter_id in self.loading
+        assert self.slots.unload(adapter_id) == (not busy)
+        if busy:
+            self.leaving.add(adapter_id)
+        else:
+            self.leaving.discard(adapter_id)
+            del self.ranks[adapter_id], self.uses[adapter_id]
+
+    @invariant()
+    def used_and_loading_ones_keep_what_they_have(self) -> None:
+        self.slots.check()
+        for adapter_id in self.ranks:
+            if self.uses[adapter_id] or adapter_id in self.loading:
+                slot = self.slots.slot_of(adapter_id)
+                assert slot is not None
+                assert self.slot_owner[slot] == adapter_id
+                rows = [row for row, owner in self.row_owner.items() if owner == adapter_id]
+                assert len(rows) == self.ranks[adapter_id]
+        free = sum(self.uses.values()) == 0 and not self.loading
+        assert not free or self.slots.available[1] >= 5
+
+
+TestSlotMachine = SlotMachine.TestCase
+TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
