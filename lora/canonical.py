@@ -11,8 +11,14 @@ from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors
 _ALIGNMENT = 128  # bytes; of every tensor in an adapter's block
 
 
-def check_fit(found: PeftTensors, specs: Sequence[GroupSpec], max_rank: int) -> None:
-    """Raise AdapterError unless every module is one of the model's, of its sizes and a fit rank."""
+def check_rank(found: PeftTensors, max_rank: int) -> None:
+    """Raise AdapterError that names the largest rank and the limit, if it is over the limit."""
+    if found.rank > max_rank:
+        raise AdapterError(f"its largest rank is {found.rank}, the limit is {max_rank}")
+
+
+def check_fit(found: PeftTensors, specs: Sequence[GroupSpec]) -> None:
+    """Raise AdapterError unless every module is one of the model's and has its sizes."""
     by_name = {name: spec for spec in specs for name in (*spec.slice_names, spec.name)}
     for module in found.modules:
         spec = by_name[module.name]
@@ -31,8 +37,6 @@ def check_fit(found: PeftTensors, specs: Sequence[GroupSpec], max_rank: int) -> 
                     f"{module.path}: the shape of {side} is {tuple(tensor.shape)}, "
                     f"for this model it must be {wanted}"
                 )
-    if found.rank > max_rank:
-        raise AdapterError(f"its largest rank is {found.rank}, the limit is {max_rank}")
     _check_fused(found.modules, specs)
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lorakeet.lora.adapter import GroupSpec
-from lorakeet.lora.canonical import check_fit
+from lorakeet.lora.canonical import check_fit, check_rank
 from lorakeet.lora.peft_config import Scaling
-from lorakeet.lora.peft_files import MAX_WEIGHTS_BYTES, max_weights_bytes, read_files
+from lorakeet.lora.peft_files import MAX_WEIGHTS_BYTES, read_files
 from lorakeet.lora.peft_tensors import parse_tensors
 
 
@@ -51,18 +51,16 @@ class Description:
 def describe(
     folder: Path, specs: Sequence[GroupSpec] | None = None, *, max_rank: int | None = None
 ) -> Description:
-    """Read and check an adapter folder; against a model, when `specs` are given.
+    """Read and check an adapter folder; against a model, a limit, where they are given.
 
     Raises AdapterNotFoundError and AdapterError as `read_adapter` does.
     """
-    limit = max_rank if max_rank is not None else 2**31
-    max_bytes = MAX_WEIGHTS_BYTES
-    if specs is not None:
-        max_bytes = min(max_bytes, max_weights_bytes(specs, limit))
-    config, tensors = read_files(folder, max_bytes)
+    config, tensors = read_files(folder, MAX_WEIGHTS_BYTES)
     found = parse_tensors(config, tensors)
+    if max_rank is not None:
+        check_rank(found, max_rank)
     if specs is not None:
-        check_fit(found, specs, limit)
+        check_fit(found, specs)
     factors = [tensor for module in found.modules for tensor in (module.a, module.b)]
     layers: dict[tuple[str, Scaling], list[int]] = {}
     for module in found.modules:

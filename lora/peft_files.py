@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
-from lorakeet.lora.canonical import check_base_copies, check_fit, pack
+from lorakeet.lora.canonical import check_base_copies, check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
 from lorakeet.lora.peft_tensors import parse_tensors
 
@@ -55,7 +55,8 @@ def read_adapter(
     read = time.monotonic()
     on_stage("read", read - start)
     found = parse_tensors(config, tensors)
-    check_fit(found, specs, max_rank)
+    check_rank(found, max_rank)
+    check_fit(found, specs)
     check_base_copies(found, specs, base_weights)
     _warn_of_other_base(config, base_model)
     adapter = pack(found, specs, dtype, pin_memory=pin_memory)

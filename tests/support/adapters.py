@@ -1,13 +1,15 @@
 """LoRA adapters made by PEFT, and PEFT itself as the oracle of what they do."""
 
 import copy
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +44,29 @@ def make_adapter(
     _randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(str(folder))
     return folder
+
+
+def edit_config(folder: Path, **fields: Any) -> Path:
+    """Set fields of an adapter's config; the value `...` takes a field out."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return folder
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+    """Write `change(tensors)` in place of an adapter's tensors."""
+    copies = {
+        key: tensor.clone(memory_format=torch.contiguous_format)
+        for key, tensor in change(tensors_of(folder)).items()
+    }
+    save_file(copies, folder / "adapter_model.safetensors")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
+    return tensors
 
 
 def peft_logprobs(model_folder: Path, adapter: Path | None, token_ids: list[int]) -> Tensor:

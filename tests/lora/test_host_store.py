@@ -1,0 +1,245 @@
+"""The host store over real files: background reads, sharing by content, release at any moment."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorakeet.lora import host_store
+from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, AdapterNotFoundError
+from lorakeet.lora.host_store import HostStore
+from lorakeet.lora.peft_files import read_adapter
+from lorakeet.lora.specs import group_specs
+from lorakeet.models.config import load_config
+from support.adapters import edit_tensors, make_adapter
+from support.models import tiny_model
+
+ONE, TWO, THREE = AdapterId(1), AdapterId(2), AdapterId(3)
+TIMEOUT = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return [make_adapter(root / str(i), model, seed=i, target_modules=["o_proj"]) for i in range(3)]
+
+
+@pytest.fixture
+def store(model: Path) -> Iterator[HostStore]:
+    specs = group_specs(load_config(model))
+    store = HostStore(specs, max_rank=16, dtype=torch.float32, num_threads=2)
+    yield store
+    store.shutdown()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator["Gate"]:
+    """Holds every read, on its thread, until it is opened."""
+    gate = Gate()
+    monkeypatch.setattr(host_store, "read_adapter", gate.read_adapter)
+    yield gate
+    gate.open.set()
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self.num_reading = 0
+
+    def read_adapter(self, *args: Any, **options: Any) -> Adapter:
+        self.num_reading += 1
+        self.waiting.release()
+        assert self.open.wait(TIMEOUT)
+        return read_adapter(*args, **options)
+
+    def wait_for_reader(self) -> None:
+        assert self.waiting.acquire(timeout=TIMEOUT)
+
+
+def test_load_and_release(store: HostStore, adapters: list[Path]) -> None:
+    adapter = store.load(ONE, adapters[0]).result(TIMEOUT)
+    assert store.get(ONE) is adapter
+    assert store.num_bytes == adapter.num_bytes > 0
+    assert store.seconds(ONE).keys() == {"read", "check"}
+    assert store.release(ONE) == adapter.num_bytes
+    assert store.num_bytes == 0
+    for ask in (store.get, store.seconds):
+        with pytest.raises(KeyError):
+            ask(ONE)
+    assert store.release(ONE) == 0
+
+
+def test_same_content_is_held_once(store: HostStore, adapters: list[Path]) -> None:
+    first = store.load(ONE, adapters[0]).result(TIMEOUT)
+    second = store.load(TWO, adapters[0]).result(TIMEOUT)
+    other = store.load(THREE, adapters[1]).result(TIMEOUT)
+    assert second is first
+    assert other.digest != first.digest
+    assert store.num_bytes == first.num_bytes + other.num_bytes
+    assert store.release(ONE) == 0
+    assert store.get(TWO) is first
+    assert store.release(TWO) == first.num_bytes
+    assert store.num_bytes == other.num_bytes
+
+
+def test_same_content_read_at_the_same_time(
+    store: HostStore, adapters: list[Path], gate: Gate
+) -> None:
+    futures = [store.load(ONE, adapters[0]), store.load(TWO, adapters[0])]
+    gate.wait_for_reader()
+    gate.wait_for_reader()
+    gate.open.set()
+    first, second = (future.result(TIMEOUT) for future in futures)
+    assert first is second
+    assert store.num_bytes == first.num_bytes
+
+
+def test_a_failed_load_leaves_nothing(store: HostStore, adapters: list[Path], model: Path) -> None:
+    with pytest.raises(AdapterNotFoundError):
+        store.load(ONE, adapters[0] / "nope").result(TIMEOUT)
+    with pytest.raises(AdapterError, match="limit is 16"):
+        store.load(TWO, make_adapter(adapters[0].parent / "big", model, r=17)).result(TIMEOUT)
+    assert store.num_bytes == 0
+    assert store.release(ONE) == store.release(TWO) == 0
+    store.load(THREE, adapters[0]).result(TIMEOUT)
+
+
+def test_a_fault_of_the_reader_ends_one_load_only(
+    store: HostStore, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any, **options: Any) -> Adapter:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_store, "read_adapter", out_of_memory)
+        with pytest.raises(AdapterError, match="MemoryError"):
+            store.load(ONE, adapters[0]).result(TIMEOUT)
+    store.load(TWO, adapters[0]).result(TIMEOUT)
+
+
+def test_release_while_it_is_read(store: HostStore, adapters: list[Path], gate: Gate) -> None:
+    future = store.load(ONE, adapters[0])
+    gate.wait_for_reader()
+    assert store.release(ONE) == 0
+    gate.open.set()
+    with pytest.raises(AdapterError, match="unloaded while it was read"):
+        future.result(TIMEOUT)
+    assert store.num_bytes == 0
+    with pytest.raises(KeyError):
+        store.get(ONE)
+
+
+def test_release_before_it_is_read(store: HostStore, adapters: list[Path], gate: Gate) -> None:
+    running = [store.load(AdapterId(10 + i), adapters[i]) for i in range(2)]
+    gate.wait_for_reader()
+    gate.wait_for_reader()
+    waiting = store.load(ONE, adapters[2])
+    assert store.release(ONE) == 0
+    with pytest.raises(CancelledError):
+        waiting.result(TIMEOUT)
+    gate.open.set()
+    for future in running:
+        future.result(TIMEOUT)
+    assert gate.num_reading == 2
+
+
+def test_reads_at_a_time_are_bounded(store: HostStore, adapters: list[Path], gate: Gate) -> None:
+    futures = [store.load(AdapterId(i + 1), adapters[i % 3]) for i in range(8)]
+    gate.wait_for_reader()
+    gate.wait_for_reader()
+    assert gate.num_reading == 2
+    assert not any(future.done() for future in futures)
+    gate.open.set()
+    assert not wait(futures, TIMEOUT).not_done
+    assert len({id(future.result()) for future in futures}) == 3
+
+
+def test_a_callback_may_use_the_store(store: HostStore, adapters: list[Path], gate: Gate) -> None:
+    seen: list[int] = []
+    running = [store.load(AdapterId(10 + i), adapters[i]) for i in range(2)]
+    gate.wait_for_reader()
+    gate.wait_for_reader()
+    store.load(ONE, adapters[2]).add_done_callback(lambda _: seen.append(store.num_bytes))
+    store.release(ONE)
+    assert seen == [0]
+    gate.open.set()
+    for future in running:
+        future.result(TIMEOUT)
+
+
+def test_shutdown_joins_and_cancels(model: Path, adapters: list[Path], gate: Gate) -> None:
+    before = threading.active_count()
+    specs = group_specs(load_config(model))
+    store = HostStore(specs, max_rank=16, dtype=torch.float32, num_threads=1)
+    running = store.load(ONE, adapters[0])
+    gate.wait_for_reader()
+    waiting = store.load(TWO, adapters[1])
+    threading.Timer(0.05, gate.open.set).start()
+    store.shutdown()
+    assert running.done()
+    assert waiting.cancelled()
+    assert all(
+        not thread.name.startswith("adapter-reader") for thread in threading.enumerate()[before:]
+    )
+
+
+def test_files_may_go_and_change_once_they_are_read(
+    store: HostStore, tmp_path: Path, model: Path
+) -> None:
+    folder = make_adapter(tmp_path, model, target_modules=["o_proj"])
+    adapter = store.load(ONE, folder).result(TIMEOUT)
+    before = adapter.groups["o_proj"].b.clone()
+    edit_tensors(folder, lambda t: {key: tensor * 2 for key, tensor in t.items()})
+    os.truncate(folder / "adapter_model.safetensors", 0)
+    assert torch.equal(store.get(ONE).groups["o_proj"].b, before)
+
+
+def test_many_cycles_leave_no_files_open(store: HostStore, adapters: list[Path]) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle(number: int) -> None:
+        adapter_id = AdapterId(100 + number)
+        store.load(adapter_id, adapters[number % 3]).result(TIMEOUT)
+        assert store.release(adapter_id) > 0
+
+    cycle(0)
+    before = open_files()
+    for number in range(1, 30):
+        cycle(number)
+    assert open_files() <= before
+    assert store.num_bytes == 0
+
+
+def test_concurrent_loads_and_releases_keep_the_books(
+    store: HostStore, adapters: list[Path]
+) -> None:
+    def work(offset: int) -> Callable[[], None]:
+        def run() -> None:
+            for i in range(10):
+                adapter_id = AdapterId(1000 * offset + i)
+                future = store.load(adapter_id, adapters[i % 3])
+                if i % 3:
+                    wait([future], TIMEOUT)
+                store.release(adapter_id)
+
+        return run
+
+    threads = [threading.Thread(target=work(offset)) for offset in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    store.shutdown()
+    assert store.num_bytes == 0
