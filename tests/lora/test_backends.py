@@ -39,28 +39,56 @@ ADAPTERS = {slot: random_adapter(ranks, slot) for slot, ranks in enumerate(RANKS
 SPEC = {spec.name: spec for spec in SPECS}
 
 
-@cache
-def backend_of(name: str) -> LoRABackend:
+HAS_CUDA = torch.cuda.is_available()
+INTERPRETER = pytest.mark.skipif(
+    HAS_CUDA, reason="Triton's interpreter needs a machine without CUDA"
+)
+CUDA = pytest.mark.skipif(not HAS_CUDA, reason="needs CUDA")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A backend, and the device that it works on."""
+
+    backend: LoRABackend
+    device: str
+
+
+def target_of(name: str) -> Target:
     if name == "torch":
-        return TorchBackend()
+        return Target(TorchBackend(), "cpu")
     from lorakeet.lora.triton_backend import TritonBackend
 
-    return TritonBackend()
+    return Target(TritonBackend(), "cuda" if name == "triton-cuda" else "cpu")
+
+
+@pytest.fixture(
+    params=[
+        "torch",
+        pytest.param("triton", marks=INTERPRETER),
+        pytest.param("triton-cuda", marks=[pytest.mark.gpu, CUDA]),
+    ]
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    return target_of(request.param)
+
+
+TORCH = target_of("torch")
 
 
 @cache
-def shared_pool() -> AdapterPool:
-    return filled_pool(ADAPTERS)
+def shared_pool(device: str = "cpu") -> AdapterPool:
+    return filled_pool(ADAPTERS, device=device)
 
 
-def make_batch(slots: NDArray[np.int32]) -> LoRABatch:
-    batch = build_lora_batch(slots)
+def make_batch(slots: NDArray[np.int32], device: str = "cpu") -> LoRABatch:
+    batch = build_lora_batch(slots, device)
     assert batch is not None
     return batch
 
 
 def add(
-    backend: LoRABackend,
+    target: Target,
     pool: AdapterPool,
     spec: GroupSpec,
     layer: int,
@@ -68,11 +96,12 @@ def add(
     batch: LoRABatch,
     y: Tensor,
 ) -> Tensor:
-    """y with the deltas added, in a tensor of its own."""
-    y = y.clone()
+    """y with the deltas added, in a tensor of its own, in host memory."""
+    y = y.to(target.device, copy=True)
+    backend = target.backend
     add = backend.add_embedding if spec.name == "embed_tokens" else backend.add_linear
-    add(y, x, pool.layer(spec.name, layer), batch)
-    return y
+    add(y, x.to(target.device), pool.layer(spec.name, layer), batch)
+    return y.cpu()
 
 
 def base_output(spec: GroupSpec, num_tokens: int) -> Tensor:
@@ -86,15 +115,14 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32 if values.dtype.itemsize == 4 else torch.int16)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("mix", [mix for mix in POPULARITIES if mix != "all_base"])
-def test_every_mix_equals_the_plain_loop(backend: str, mix: str) -> None:
+def test_every_mix_equals_the_plain_loop(target: Target, mix: str) -> None:
     slots = np.array(popularity(mix, 23, len(ADAPTERS)), dtype=np.int32)
-    batch = make_batch(slots)
+    batch = make_batch(slots, target.device)
     for spec in SPECS:
         for layer in range(spec.num_layers):
             x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-            found = add(backend_of(backend), shared_pool(), spec, layer, x, batch, y)
+            found = add(target, shared_pool(target.device), spec, layer, x, batch, y)
             delta = expected_delta(spec, layer, x, ADAPTERS, slots)
             torch.testing.assert_close(found.double(), y + delta, atol=2e-5, rtol=1e-5)
             untouched = ~delta.any(dim=1)
@@ -111,33 +139,39 @@ def test_any_batch_equals_the_plain_loop(slots: list[int], group: str, layer: in
     spec, rows = SPEC[group], np.array(slots, dtype=np.int32)
     layer %= spec.num_layers
     x, y = input_of(spec, len(rows)), base_output(spec, len(rows))
-    found = add(TorchBackend(), shared_pool(), spec, layer, x, make_batch(rows), y)
+    found = add(TORCH, shared_pool(), spec, layer, x, make_batch(rows), y)
     want = y + expected_delta(spec, layer, x, ADAPTERS, rows)
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_blocks_of_prefill_equal_those_of_decode(backend: str) -> None:
+def test_blocks_of_prefill_equal_those_of_decode(target: Target) -> None:
     slots = np.repeat(np.array([2, 0, 3, 2], dtype=np.int32), 70)
     spec = SPEC["qkv_proj"]
     x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-    batch = make_batch(slots)
+    batch = make_batch(slots, target.device)
     assert batch.segments.block == 64
-    found = add(backend_of(backend), shared_pool(), spec, 1, x, batch, y)
+    found = add(target, shared_pool(target.device), spec, 1, x, batch, y)
     want = y + expected_delta(spec, 1, x, ADAPTERS, slots)
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_rows_result_is_the_same_bits_alone_and_in_any_mix(backend: str) -> None:
+def test_a_rows_result_is_the_same_bits_alone_and_in_any_mix(target: Target) -> None:
     slots = np.array(popularity("with_base", 12, len(ADAPTERS)), dtype=np.int32)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-        together = add(backend_of(backend), shared_pool(), spec, 0, x, make_batch(slots), y)
+        together = add(
+            target, shared_pool(target.device), spec, 0, x, make_batch(slots, target.device), y
+        )
         for row in np.flatnonzero(slots):
             one = slice(row, row + 1)
             alone = add(
-                backend_of(backend), shared_pool(), spec, 0, x[one], make_batch(slots[one]), y[one]
+                target,
+                shared_pool(target.device),
+                spec,
+                0,
+                x[one],
+                make_batch(slots[one], target.device),
+                y[one],
             )
             assert torch.equal(bits(alone), bits(together[one]))
 
@@ -150,40 +184,42 @@ def poisoned(adapter: Adapter) -> Adapter:
     return dataclasses.replace(adapter, groups=groups)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_nan_adapter_and_nan_inputs_stay_in_their_own_rows(backend: str) -> None:
-    pool = filled_pool({**ADAPTERS, 2: poisoned(ADAPTERS[2])})
+def test_a_nan_adapter_and_nan_inputs_stay_in_their_own_rows(target: Target) -> None:
+    pool = filled_pool({**ADAPTERS, 2: poisoned(ADAPTERS[2])}, device=target.device)
     slots = np.array([1, 2, 0, 3, 2, 4, 5, 1, 0], dtype=np.int32)
-    batch = make_batch(slots)
+    batch = make_batch(slots, target.device)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-        healthy = add(backend_of(backend), shared_pool(), spec, 0, x, batch, y)
+        healthy = add(target, shared_pool(target.device), spec, 0, x, batch, y)
         if spec.name != "embed_tokens":
             x[7] = torch.nan
-        found = add(backend_of(backend), pool, spec, 0, x, batch, y)
+        found = add(target, pool, spec, 0, x, batch, y)
         assert found[slots == 2].isnan().all()
         others = (slots != 2) & (np.arange(len(slots)) != 7)
         assert torch.equal(bits(found[others]), bits(healthy[others]))
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"),
+    ("name", "dtype"),
     # Triton's interpreter, unlike a GPU, cuts bfloat16 off instead of rounding it
-    [("torch", torch.bfloat16), ("torch", torch.float16), ("triton", torch.float16)],
+    [
+        ("torch", torch.bfloat16),
+        ("torch", torch.float16),
+        pytest.param("triton", torch.float16, marks=INTERPRETER),
+    ],
 )
-def test_sixteen_bits_are_summed_in_float32_and_rounded_once(
-    backend: str, dtype: torch.dtype
-) -> None:
+def test_sixteen_bits_are_summed_in_float32_and_rounded_once(name: str, dtype: torch.dtype) -> None:
+    target = target_of(name)
     adapters = {
         slot: random_adapter(ranks, slot, dtype) for slot, ranks in enumerate(RANKS, start=1)
     }
     pool = filled_pool(adapters, dtype)
     slots = np.array(popularity("with_base", 12, len(adapters)), dtype=np.int32)
-    batch = make_batch(slots)
+    batch = make_batch(slots, target.device)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots)).to(dtype)
         x = x if spec.name == "embed_tokens" else x.to(dtype)
-        found = add(backend_of(backend), pool, spec, 0, x, batch, y)
+        found = add(target, pool, spec, 0, x, batch, y)
         delta = expected_delta(spec, 0, x, adapters, slots)
         exact = y.double() + delta
         # half a unit in the last place, and the float32 sum's own error
@@ -201,7 +237,7 @@ def test_scalings_are_factors_on_the_delta() -> None:
     factor_of_row = torch.tensor([0.5, 3.0, 3.0, 0.0, 0.5]).unsqueeze(1)
     for spec in SPECS:
         x, y = input_of(spec, 5), base_output(spec, 5)
-        found = add(TorchBackend(), shared_pool(), spec, 0, x, batch, y)
+        found = add(TORCH, shared_pool(), spec, 0, x, batch, y)
         want = y + factor_of_row * expected_delta(spec, 0, x, ADAPTERS, slots)
         torch.testing.assert_close(found.double(), want, atol=5e-5, rtol=1e-5)
 
@@ -220,7 +256,7 @@ def test_a_row_in_two_segments_gets_both_deltas() -> None:
     )
     for spec in SPECS:
         x, y = input_of(spec, 3), base_output(spec, 3)
-        found = add(TorchBackend(), shared_pool(), spec, 0, x, LoRABatch(segments), y)
+        found = add(TORCH, shared_pool(), spec, 0, x, LoRABatch(segments), y)
         deltas = [expected_delta(spec, 0, x, ADAPTERS, slots) for slots in (first, second)]
         torch.testing.assert_close(found.double(), y + sum(deltas), atol=5e-5, rtol=1e-5)
 
