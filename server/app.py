@@ -1,0 +1,139 @@
+"""The HTTP application: routes, and the gate in front of them."""
+
+import hmac
+import re
+import time
+import uuid
+
+import structlog
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorakeet.server.api import (
+    adapters,
+    chat,
+    completions,
+    health,
+    models,
+    tokenize,
+)
+from lorakeet.server.errors import APIError, AuthenticationError, InternalError, error_body
+from lorakeet.server.state import Server
+
+OPEN_PATHS = {"/health", "/metrics"}  # all others need the key, and a server that is ready
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+logger = structlog.stdlib.get_logger("lorakeet.request")
+
+
+def create_app(server: Server) -> ASGIApp:
+    routes = [
+        Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+        Route("/v1/completions", completions.completions, methods=["POST"]),
+        Route("/v1/models", models.list_models),
+        Route("/v1/models/{model:path}", models.get_model),
+        Route("/v1/load_lora_adapter", adapters.load_lora_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload_lora_adapter, methods=["POST"]),
+        Route("/v1/adapters", adapters.list_adapters),
+        Route("/v1/adapters/{name:path}", adapters.get_adapter),
+        Route("/v1/adapters/{name:path}", adapters.delete_adapter, methods=["DELETE"]),
+        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+        Route("/health", health.health),
+        Route("/metrics", health.metrics),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            APIError: _api_error,
+            HTTPException: _http_error,
+            Exception: _unexpected_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    app.state.server = server
+    return Gate(app, server)
+
+
+class Gate:
+    """In front of every route: request id, API key, readiness, one log line a request."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+        key = server.settings.api_key
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        headers = Headers(scope=scope)
+        begin = time.monotonic()
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        status = 499  # the client went before there was an answer
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check(scope["path"], headers)
+            await self._app(scope, receive, send_with_id)
+        except APIError as error:
+            await _response(error)(scope, receive, send_with_id)
+        except Exception:  # _unexpected_error has answered
+            logger.exception("a request failed", request_id=request_id, path=scope["path"])
+        finally:
+            if scope["path"] not in OPEN_PATHS:
+                logger.info(
+                    "request",
+                    request_id=request_id,
+                    method=scope["method"],
+                    path=scope["path"],
+                    status=status,
+                    seconds=round(time.monotonic() - begin, 4),
+                    **scope.get("lorakeet.log", {}),
+                )
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if path in OPEN_PATHS:
+            return
+        if self._key is not None:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            given = token.strip().encode()
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._key):
+                raise AuthenticationError("Send the API key as: Authorization: Bearer KEY")
+        self._server.check_ready()
+
+
+def _response(error: APIError) -> Response:
+    return Response(
+        error.body(), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return _response(error)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+    body = error_body(
+        error.detail, "invalid_request_error", None, code.get(error.status_code, "bad_request")
+    )
+    return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+
+
+async def _unexpected_error(_: Request, __: Exception) -> Response:
+    return _response(InternalError())

@@ -1,0 +1,172 @@
+"""`lorakeet serve`: the HTTP server and its engine, from start to exit.
+
+    start → ready → SIGTERM or SIGINT: drain → exit 0
+                  → the engine dies → exit 1
+
+Draining: no new work; what runs may finish within `drain_timeout`, then it ends with an error. A
+second signal ends it at once.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from lorakeet.configs.settings import Settings
+from lorakeet.models.config import UnsupportedModelError
+from lorakeet.models.hub import ModelNotFoundError, resolve_model
+from lorakeet.server import logs
+from lorakeet.server.app import create_app
+from lorakeet.server.demo import DemoModelError, demo_adapters, demo_model
+from lorakeet.server.engine.client import Engine, EngineClient, EngineDeadError
+from lorakeet.server.errors import APIError, UnavailableError
+from lorakeet.server.http import HTTPProtocol
+from lorakeet.server.state import Server
+from lorakeet.server.text_config import TextConfigError
+
+logger = logging.getLogger(__name__)
+
+DEATH_SECONDS = 1.0  # health checks and open streams learn of the engine's death in this time
+CLOSE_SECONDS = 2  # for clients to read the end of their answers
+KEEP_ALIVE_SECONDS = 75  # longer than most load balancers keep an idle connection
+
+
+_START_ERRORS = (
+    ModelNotFoundError,
+    UnsupportedModelError,
+    DemoModelError,
+    TextConfigError,
+    EngineDeadError,
+    APIError,
+)
+
+
+def run(settings: Settings) -> None:
+    """Serve until a signal comes; ends the process: with 0 after a drain, 1 after a failure."""
+    logs.configure(settings.log_level)
+    settings = _with_demo(settings)
+    sys.exit(asyncio.run(serve(settings, EngineClient(settings))))
+
+
+async def serve(settings: Settings, engine: Engine) -> int:
+    """As `run`, in a running event loop of the main thread; returns the exit code."""
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        logger.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
+        return 1
+    server = Server(settings, engine)
+    web = _WebServer(
+        uvicorn.Config(
+            create_app(server),
+            http=HTTPProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+    )
+    signals = _Signals()
+    serving = asyncio.create_task(web.serve([listener]))
+    logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    try:
+        return await _live(server, signals)
+    finally:
+        web.should_exit = True
+        await serving
+        await server.close()
+        await engine.shutdown()
+        signals.close()
+
+
+async def _live(server: Server, signals: "_Signals") -> int:
+    starting = asyncio.create_task(server.start(functools.partial(_model_folder, server.settings)))
+    await _first_of(starting, signals.first.wait())
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait({starting})
+        return 0
+    try:
+        starting.result()
+    except _START_ERRORS as error:
+        logger.error("cannot start: %s", error)
+        return 1
+    logger.info("ready: %s with %d adapters", server.base_name, len(server.registry.versions()))
+
+    await _first_of(signals.first.wait(), _done(server.finished))
+    if server.phase != "dead":
+        logger.info("draining")
+        server.drain()
+        limit = asyncio.sleep(server.settings.drain_timeout)
+        await _first_of(server.drained(), limit, signals.second.wait(), _done(server.finished))
+    if server.phase == "dead":
+        await asyncio.sleep(DEATH_SECONDS)
+        return 1
+    server.finish(UnavailableError("The server is shutting down", code="draining"))
+    return 0
+
+
+async def _done(future: "asyncio.Future[Any]") -> None:
+    await asyncio.wait({future})
+
+
+async def _first_of(*awaitables: Awaitable[Any]) -> None:
+    """Wait for one; the others are cancelled, except those that are tasks of the caller."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, awaitable in zip(tasks, awaitables, strict=True):
+        if task is not awaitable:
+            task.cancel()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _with_demo(settings: Settings) -> Settings:
+    """Without a model, the demo model's adapters are served as well."""
+    if settings.model is not None:
+        return settings
+    return settings.model_copy(update={"adapters": demo_adapters() | settings.adapters})
+
+
+def _model_folder(settings: Settings) -> Path:
+    return demo_model() if settings.model is None else resolve_model(settings.model)
+
+
+class _WebServer(uvicorn.Server):
+    """Signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first one, and the second."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)

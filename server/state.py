@@ -1,0 +1,149 @@
+"""What all routes share: the engine, the tokenizer, the registry, and its phase of life."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from starlette.requests import Request
+
+from lorakeet.configs.settings import Settings
+from lorakeet.server.engine.client import Engine
+from lorakeet.server.errors import APIError, BadRequestError, OverloadedError, UnavailableError
+from lorakeet.server.metrics import Metrics
+from lorakeet.server.registry import Registry, Version
+from lorakeet.server.templates import TemplateRenderer
+from lorakeet.server.text_config import TextConfig, read_text_config
+from lorakeet.server.tokens import Tokenizer
+
+Phase = Literal["loading", "ready", "draining", "dead"]
+
+_STATS_SECONDS = 0.05  # between looks for a new report; the engine sends a few a second
+_PHASE_MESSAGES = {
+    "loading": "The server is loading its model",
+    "draining": "The server is shutting down",
+    "dead": "The engine has died",
+}
+
+
+class Server:
+    """Made before the model is there; `start` brings it up, `finish` ends what still runs."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.base_name = settings.served_model_name or settings.model or "demo"
+        self.metrics = Metrics(self.base_name)
+        self.registry = Registry(settings, self.base_name, engine, self.metrics)
+        self.phase: Phase = "loading"
+        self.created = int(time.time())
+        self.running = 0  # answers that are being made
+        self.finished: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
+        self._reserved = 0  # choices of all requests, queued or running
+        self._renderer = TemplateRenderer()
+        self._adapter_renderer = TemplateRenderer()  # a bad one must not hold the model's own up
+        self._stats_task: asyncio.Task[None] | None = None
+
+    async def start(self, model_folder: Callable[[], Path]) -> None:
+        """Load tokenizer, engine and the adapters of the settings; then the server is ready.
+
+        Raises what `model_folder` raises, TextConfigError, EngineDeadError, and APIError for an
+        adapter that cannot be loaded.
+        """
+        folder = await asyncio.to_thread(model_folder)
+        self.tokenizer = await asyncio.to_thread(Tokenizer, folder)
+        self.registry.base_text = read_text_config(folder)
+        await self.engine.start()
+        self.engine.on_death(lambda _: self.die())
+        await self.registry.load_at_start()
+        self.metrics.watch_engine(
+            self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_names
+        )
+        self._stats_task = asyncio.create_task(self._observe_slot_loads())
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    def check_ready(self) -> None:
+        """Raises UnavailableError unless new work is taken."""
+        phase = self.phase if self.phase != "ready" or self.engine.healthy else "dead"
+        if phase != "ready":
+            raise UnavailableError(_PHASE_MESSAGES[phase], code=phase)
+
+    @contextlib.contextmanager
+    def reserve(self, num_choices: int) -> Iterator[None]:
+        """Places for a request's choices. Raises OverloadedError when the queue is full."""
+        limit = self.settings.max_num_seqs + self.settings.max_queue
+        if num_choices > limit:
+            message = f"The request asks for {num_choices} choices; at most {limit} are possible"
+            raise BadRequestError(message, param="n")
+        if self._reserved + num_choices > limit:
+            raise OverloadedError("Too many requests are waiting: try again later")
+        self._reserved += num_choices
+        try:
+            yield
+        finally:
+            self._reserved -= num_choices
+
+    def text_config(self, version: Version | None) -> TextConfig:
+        return self.registry.base_text if version is None else version.text
+
+    def eos_token_ids(self, version: Version | None) -> tuple[int, ...]:
+        """Tokens that end a sequence: the model's, and those that the adapter's folder adds."""
+        ids: list[int] = []
+        for text in (self.registry.base_text, self.text_config(version)):
+            named = self.tokenizer.token_id(text.special_tokens.get("eos_token", ""))
+            ids += text.eos_token_ids if named is None else (*text.eos_token_ids, named)
+        vocab_size = self.engine.info.vocab_size
+        return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < vocab_size)
+
+    def renderer(self, template: str) -> TemplateRenderer:
+        is_base = template == self.registry.base_text.chat_template
+        return self._renderer if is_base else self._adapter_renderer
+
+    async def drained(self) -> None:
+        """Return when no answer is being made any more."""
+        while self.running:
+            await asyncio.sleep(0.02)
+
+    def drain(self) -> None:
+        """Take no new work."""
+        self.phase = "draining"
+
+    def die(self) -> None:
+        """The engine is gone: nothing can be answered."""
+        self.phase = "dead"
+        self.finish(UnavailableError(_PHASE_MESSAGES["dead"], code="dead"))
+
+    def finish(self, error: APIError) -> None:
+        """End all that still runs with this error."""
+        if not self.finished.done():
+            self.finished.set_result(error)
+
+    async def close(self) -> None:
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+        await self._renderer.close()
+        await self._adapter_renderer.close()
+
+    def _adapter_names(self) -> Mapping[int, str]:
+        return {version.adapter_id: version.name for version in self.registry.versions()}
+
+    async def _observe_slot_loads(self) -> None:
+        """Each report of the engine holds the copies since the one before."""
+        seen = None
+        while True:
+            stats = self.engine.stats
+            if stats is not seen:
+                seen = stats
+                for seconds in stats.slot_load_seconds:
+                    self.metrics.load_time.labels("copy").observe(seconds)
+            await asyncio.sleep(_STATS_SECONDS)
+
+
+def server_of(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server

@@ -1,0 +1,185 @@
+"""Text to tokens and back: the tokenizer, the incremental detokenizer, stop strings."""
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+_CONTEXT = 6  # tokens before a text that decide how it begins (spaces)
+_MAX_HELD = 16  # tokens after which bytes that make no character are shown as they are
+
+
+class Tokenizer:
+    """A model's `tokenizer.json`; thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        self._tokenizer = (
+            tokenizers.Tokenizer.from_file(str(file)) if file.exists() else _convert(folder)
+        )
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        decoder = self._tokenizer.decoder
+        self._decoder = decoder.__getstate__() if decoder is not None else b""
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self.token_bytes = functools.lru_cache(maxsize=2**17)(self._token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people: a part of a character is written as OpenAI does, `bytes:\\xe2`."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:  # a row of the embedding past the tokenizer's end
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if b'"ByteLevel"' in self._decoder:
+            alphabet = _byte_alphabet()
+            return b"".join(
+                bytes([alphabet[char]]) if char in alphabet else char.encode() for char in token
+            )
+        if b'"ByteFallback"' in self._decoder and (match := re.fullmatch("<0x(..)>", token)):
+            return bytes.fromhex(match[1])
+        return token.replace("▁", " ").encode()
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's way to write bytes as printable characters, read backwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """For models that only bring a SentencePiece file."""
+    from transformers import AutoTokenizer  # slow to import, seldom needed
+
+    backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True
+    ).backend_tokenizer
+    return backend
+
+
+class Detokenizer:
+    """Text of a growing list of tokens, whole characters at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_CONTEXT:])
+        self._shown = len(self._ids)  # ids[:_shown] are in the text
+        self._prefix = tokenizer.decode(self._ids)  # decoded ids[:_shown]
+
+    def add(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        held = len(self._ids) - self._shown
+        if text.endswith("\ufffd") and held < _MAX_HELD:
+            return ""
+        return self._show(text)
+
+    def flush(self) -> str:
+        """What is left at the end: bytes that never became a character."""
+        return self._show(self._tokenizer.decode(self._ids))
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._prefix) :]
+        if new:
+            self._ids = self._ids[self._shown :]
+            self._prefix = self._tokenizer.decode(self._ids)
+        elif text == self._prefix:  # a token without text: the context stays as it was
+            del self._ids[self._shown :]
+        else:  # the end of a character that the prompt began
+            self._prefix = text
+        self._shown = len(self._ids)
+        return new
+
+
+class StopStrings:
+    """Finds stop strings in text that comes in pieces, and holds back what may be their start."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text that may be shown, and whether it ends in front of a stop string."""
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        cut = len(text) - self._possible_start(text)
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        for size in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+class OutputText:
+    """Generated tokens → the text to show. Stop strings count only after `min_tokens` tokens."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], min_tokens: int
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(stop) if stop else None
+        self._unchecked = min_tokens
+        self._ready = ""
+        self.decoded = 0  # characters decoded so far, held back or not
+        self.shown = 0  # characters that `take` has given out
+
+    def add(self, token_id: int) -> bool:
+        """True: a stop string is complete; the text ends in front of it."""
+        checked = self._unchecked <= 0
+        self._unchecked -= 1
+        return self._append(self._detokenizer.add(token_id), checked)
+
+    def finish(self) -> bool:
+        """No token follows: what was held back is text, unless it completes a stop string."""
+        stopped = self._append(self._detokenizer.flush(), self._unchecked <= 0)
+        if self._stops is not None and not stopped:
+            self._ready += self._stops.flush()
+        return stopped
+
+    def take(self) -> str:
+        """Text to show, each piece once."""
+        text, self._ready = self._ready, ""
+        self.shown += len(text)
+        return text
+
+    def _append(self, text: str, checked: bool) -> bool:
+        self.decoded += len(text)
+        if self._stops is None or not checked:
+            self._ready += text
+            return False
+        text, stopped = self._stops.add(text)
+        self._ready += text
+        return stopped
