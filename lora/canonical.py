@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec, GroupWeights
-from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors
+from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors, all_finite
 
 _ALIGNMENT = 128  # bytes; of every tensor in an adapter's block
 
@@ -133,9 +133,9 @@ def _write(module: LoRAModule, spec: GroupSpec, a: Tensor, b: Tensor) -> None:
     rank = module.scaling.rank
     slices, columns = _place(spec, module.name)
     a[slices, :rank] = module.a
-    b[:rank, columns] = (module.b.float() * module.scaling.scale).T
+    b[:rank, columns] = module.b.T.float() * module.scaling.scale
     for side, written in (("A", a[slices, :rank]), ("B", b[:rank, columns])):
-        if not torch.isfinite(written).all():
+        if not all_finite(written):
             raise AdapterError(f"{module.path}: {side}, scaled, is too large for {a.dtype}")
 
 

@@ -1,6 +1,7 @@
 """The named tensors of a PEFT file → pairs of A and B, each of one module; nothing is left out."""
 
 import hashlib
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -142,7 +143,9 @@ def _check_tensor(key: str, tensor: Tensor) -> None:
         raise AdapterError(f"{shorten(key)} must have 2 dimensions, not {tensor.ndim}")
     if tensor.nbytes > tensor.untyped_storage().nbytes():  # a stride of 0: a few bytes, any size
         raise AdapterError(f"{shorten(key)} is not a plain tensor")
-    if not torch.isfinite(tensor.float()).all():
+    if tensor.numel() == 0:
+        raise AdapterError(f"{shorten(key)} is empty: its shape is {tuple(tensor.shape)}")
+    if not all_finite(tensor):
         raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
 
 
@@ -155,6 +158,12 @@ def _digest(modules: Sequence[LoRAModule]) -> str:
             digest.update(f"{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Of a tensor that is not empty. NaN is its own minimum; many times faster than isfinite."""
+    low, high = tensor.float().aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _dtype_name(tensor: Tensor) -> str:

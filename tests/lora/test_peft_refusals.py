@@ -111,14 +111,15 @@ B_KEY = A_KEY.replace("lora_A", "lora_B")
         (B_KEY, lambda b: torch.cat([b, b]), r"shape of B is \(128, 8\)"),
         (A_KEY, lambda a: a[:, :32], r"shape of A is \(8, 32\)"),
         (A_KEY, lambda a: a[:4], "rank 4"),
-        (A_KEY, lambda a: a[:0], "rank 0"),
-        (A_KEY, lambda a: a[:, :0], r"shape of A is \(8, 0\)"),
+        (A_KEY, lambda a: a[:0], r"empty: its shape is \(0, 64\)"),
+        (A_KEY, lambda a: a[:, :0], r"empty: its shape is \(8, 0\)"),
         (A_KEY, lambda a: a[None], "2 dimensions, not 3"),
         (A_KEY, lambda a: a[0, 0], "2 dimensions, not 0"),
         (A_KEY, lambda a: a.to(torch.int8), "holds int8"),
         (A_KEY, lambda a: a.to(torch.complex64), "holds complex64"),
         (B_KEY, lambda b: b.index_fill(1, torch.tensor([3]), torch.nan), "NaN or infinite"),
-        (A_KEY, lambda a: a / 0, "NaN or infinite"),
+        (A_KEY, lambda a: a.index_fill(0, torch.tensor([7]), torch.inf), "NaN or infinite"),
+        (B_KEY, lambda b: b.index_fill(1, torch.tensor([0]), -torch.inf), "NaN or infinite"),
     ],
 )
 def test_wrong_tensors_are_named(
