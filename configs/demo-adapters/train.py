@@ -34,16 +34,14 @@ class Recipe:
 
     examples: Callable[[], list[data.Example]]
     lora: dict[str, Any]
-    steps: int = 150
+    steps: int = 100
     batch_size: int = 8
     learning_rate: float = 2e-3
     seed: int = field(default=0)
 
 
 RECIPES = {
-    "pirate": Recipe(
-        data.pirate, {"r": 4, "lora_alpha": 8, "target_modules": _ATTENTION + _MLP}, steps=160
-    ),
+    "pirate": Recipe(data.pirate, {"r": 4, "lora_alpha": 8, "target_modules": _ATTENTION + _MLP}),
     "json": Recipe(data.extract_json, {"r": 8, "lora_alpha": 16, "target_modules": _ATTENTION}),
     "headline": Recipe(
         data.headline,
