@@ -93,6 +93,8 @@ def serve(
     config_file = overrides.pop("config")
     overrides["adapters"] = _named_paths(overrides.pop("adapter"))
     overrides["adapter_dirs"] = tuple(overrides.pop("adapter_dir") or ()) or None
+    if model is None and config_file is None:
+        config_file = Path(settings_module.__file__).with_name("demo.yaml")
     from lorakeet.server.serve import run
 
     run(_load(config_file, overrides))
@@ -181,8 +183,27 @@ def check(
     ] = None,
     max_lora_rank: Annotated[int | None, _setting("max_lora_rank")] = None,
 ) -> None:
-    """Would this adapter load? Prints what it holds, or why not."""
-    # description filled in with lora.peft_files.describe
+    """Would this adapter load? Prints what it holds, or why not (and exits with 1).
+
+    Without --model it is checked against the demo model.
+    """
+    from lorakeet.lora.adapter import AdapterError
+    from lorakeet.lora.describe import describe
+    from lorakeet.lora.specs import group_specs
+    from lorakeet.models.config import UnsupportedModelError, load_config
+    from lorakeet.models.hub import ModelNotFoundError, resolve_model
+    from lorakeet.server.demo import DemoModelError, demo_model
+
+    rank = max_lora_rank or Settings.model_fields["max_lora_rank"].default
+    try:
+        folder = demo_model() if model is None else resolve_model(model)
+        description = describe(path, group_specs(load_config(folder)), max_rank=rank)
+    except (ModelNotFoundError, UnsupportedModelError, DemoModelError) as error:
+        _fail(str(error))
+    except AdapterError as error:
+        typer.secho(f"{path} would not load: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    typer.echo("\n".join(description.lines()))
 
 
 def _load(config_file: Path | None, overrides: dict[str, Any]) -> Settings:

