@@ -13,8 +13,9 @@ from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import PoolError
 from lorakeet.server.engine.adapters import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
+from lorakeet.server.engine.plan import StepPlan
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
-from lorakeet.server.engine.step import Step, StepResult
+from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step, StepResult
 from support.toy_engine import EOS, VOCAB, ToyEngine, solo
 
 CONFIG = SchedulerConfig(
@@ -373,6 +374,53 @@ def test_a_large_adapter_is_not_starved_of_rows_by_small_ones() -> None:
     finish(engine)
 
 
+def test_rows_freed_for_a_large_adapter_are_not_taken_by_those_behind_it() -> None:
+    config = replace(CONFIG, max_loras=4, num_slots=9, num_rows=4, adapter_wait_limit=3.0)
+    engine, small = engine_with(5, 11, 20, 33, 44, 46, config=config)
+    large = engine.add_adapter(47, rank=4)
+    for value, adapter_id in zip((5, 11, 20, 33), small, strict=False):
+        engine.add(f"s{adapter_id}", sound_prompt(value, 4), adapter_id, LONG)
+        engine.step()
+        engine.step()
+    engine.add("large", sound_prompt(47, 4), large, LONG)
+    for value, adapter_id in zip((44, 46), small[4:], strict=True):
+        engine.add(f"s{adapter_id}", sound_prompt(value, 4), adapter_id, LONG)
+    since = engine.now
+    while not engine.results["large"].token_ids:
+        engine.step()
+    assert engine.now - since <= config.adapter_wait_limit + config.adapter_quantum + 3
+    finish(engine)
+
+
+def test_a_yielding_adapter_starts_nothing_new() -> None:
+    config = replace(CONFIG, max_loras=1, adapter_wait_limit=2.0, adapter_quantum=1000.0)
+    engine, (a, b) = engine_with(5, 11, config=config)
+    engine.add("a1", sound_prompt(5, 4), a, LONG)
+    engine.step()
+    engine.add("b", sound_prompt(11, 4), b, LONG)
+    for _ in range(4):
+        engine.step()
+    engine.add("a2", prompt_of(4), a)
+    started = []
+    while engine.scheduler.has_work:
+        started += [new.seq_id for new in engine.step().new]
+    assert started == [1, 2]
+    finish(engine)
+
+
+def test_the_longest_holder_is_displaced() -> None:
+    engine, (a, b, c) = engine_with(5, 11, 20, config=replace(CONFIG, adapter_wait_limit=5.0))
+    engine.add("a", sound_prompt(5, 4), a, LONG)
+    for _ in range(3):
+        engine.step()
+    engine.add("b", sound_prompt(11, 4), b, LONG)
+    engine.add("c", sound_prompt(20, 4), c, LONG)
+    while not (released := engine.step().released):
+        pass
+    assert released == (0,)
+    finish(engine)
+
+
 def test_slow_loads_hold_up_nobody_else() -> None:
     engine = ToyEngine(CONFIG, load_steps=lambda: 6)
     a = engine.add_adapter(5)
@@ -496,6 +544,31 @@ def test_latest_arrival_is_preempted_and_loses_nothing() -> None:
     assert 0 not in released
     assert engine.scheduler.stats().num_preemptions > 0
     finish(engine)
+
+
+def test_a_preempted_sequence_keeps_its_turn() -> None:
+    """Nobody who came later starts before it, though a short one would fit."""
+    config = replace(CONFIG, num_blocks=16, max_num_seqs=4, enable_prefix_caching=False)
+    engine, _ = engine_with(config=config)
+    for number in range(4):
+        engine.add(f"r{number}", sound_prompt(0, 10 + number), sampling=LONG)
+    engine.add("late", [3], sampling=SamplingParams(max_tokens=1))
+    started: list[int] = []
+    while engine.scheduler.has_work:
+        started += [new.seq_id for new in engine.step().new]
+    assert started[: started.index(4)].count(3) > 1
+    finish(engine)
+
+
+def test_a_chunk_taken_back_gives_its_tokens_back() -> None:
+    plan = StepPlan(budget=10)
+    chunk = ScheduledSequence(SequenceId(1), 0, 6, (), samples=False)
+    plan.add(chunk)
+    assert plan.budget == 4
+    plan.remove(chunk.seq_id)
+    plan.remove(SequenceId(2))
+    assert plan.budget == 10
+    assert plan.to_step([], []) == Step()
 
 
 def test_scores_survive_a_preemption() -> None:
