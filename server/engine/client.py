@@ -266,7 +266,9 @@ class EngineClient(EngineBase):
                 await self._stop(self._process)
             await self._watcher
         self._die("the engine was shut down")
-        self._context.destroy(linger=0)
+        self._commands.close(linger=0)
+        self._events.close(linger=0)
+        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:

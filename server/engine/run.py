@@ -33,9 +33,12 @@ def run_engine(settings: Settings, inbox: Inbox, send: Callable[[Event], None]) 
     """
     try:
         runner = Runner(settings, resolve_model(settings.model) if settings.model else demo_model())
-        loop = EngineLoop(_scheduler(settings, runner), runner, runner.host_store, send)
-        send(_info(settings, runner))
-        loop.run(inbox)
+        try:
+            loop = EngineLoop(make_scheduler(settings, runner), runner, runner.host_store, send)
+            send(_info(settings, runner))
+            loop.run(inbox)
+        finally:
+            runner.host_store.shutdown()
     except _USER_ERRORS as error:
         send(EngineDead(str(error)))
         return False
@@ -46,7 +49,8 @@ def run_engine(settings: Settings, inbox: Inbox, send: Callable[[Event], None]) 
     return True
 
 
-def _scheduler(settings: Settings, runner: Runner) -> Scheduler:
+def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
+    """A scheduler of what the runner has room for."""
     return Scheduler(
         SchedulerConfig(
             num_blocks=runner.cache.num_blocks,

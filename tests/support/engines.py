@@ -1,0 +1,83 @@
+"""A real runner and scheduler, driven step by step in the test's own thread."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lorakeet.configs.settings import Settings
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.server.engine.messages import (
+    AddRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from lorakeet.server.engine.run import make_scheduler
+from lorakeet.server.engine.runner import Runner
+
+
+def cpu_settings(model: Path, **values: Any) -> Settings:
+    """Small limits, so that chunks, slots and blocks run short in tests."""
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4, "max_loras": 4}
+    return Settings(model=str(model), device="cpu", **(small | values))
+
+
+@dataclass
+class Collected:
+    """All outputs of one request, put together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    cached_tokens: int | None = None
+    error: str | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        assert self.finish_reason is None, "an output after the last one"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.cached_tokens is not None:
+            self.cached_tokens = output.cached_tokens
+        self.finish_reason, self.error = output.finish_reason, output.error
+
+
+class StepEngine:
+    """Requests go in with `add`; `run` steps until all have ended."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.settings = cpu_settings(model, **settings)
+        self.runner = Runner(self.settings, model)
+        self.scheduler = make_scheduler(self.settings, self.runner)
+        self.results: dict[str, Collected] = {}
+        self._next_adapter = 1
+
+    def load(self, path: Path) -> AdapterId:
+        adapter_id = AdapterId(self._next_adapter)
+        self._next_adapter += 1
+        adapter = self.runner.host_store.load(adapter_id, path).result(timeout=60)
+        self.scheduler.add_adapter(adapter_id, adapter.digest, adapter.rank)
+        return adapter_id
+
+    def add(self, name: str, prompt: list[int], adapter_id: int = 0, **sampling: Any) -> None:
+        """Greedy, 8 tokens, past any EOS; `sampling` says otherwise."""
+        params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | sampling
+        request = AddRequest(name, prompt, SamplingParams(**params), adapter_id)
+        self.results[name] = Collected()
+        self.scheduler.add(request)
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        for output in self.scheduler.apply(step, self.runner.execute(step)):
+            self.results[output.request_id].take(output)
+
+    def run(self) -> dict[str, Collected]:
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                self.scheduler.check()
+                assert self.scheduler.stats().kv_blocks_used == 0
+                return self.results
+            self.step()
+        raise AssertionError("the engine does not come to an end")
