@@ -12,6 +12,7 @@ from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_LOGPROBS = 20
+_NESTED = {"messages", "stream_options"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
 
 WireModel = TypeVar("WireModel", bound="Wire")
@@ -193,7 +194,9 @@ def _bad_request(error: ValidationError) -> BadRequestError:
 
 
 def _param(detail: ErrorDetails) -> str:
-    """`messages.0.content`: the location without the names of a union's types."""
+    """The field; inside of messages `messages.0.content`, without the names of a union's types."""
+    if detail["loc"] and detail["loc"][0] not in _NESTED:
+        return str(detail["loc"][0])
     parts: list[str] = []
     for part in detail["loc"]:
         if isinstance(part, str) and (part in _UNION_BRANCHES or "[" in part):

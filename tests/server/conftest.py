@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lorakeet.server import logs
 from support.toy_server import ToyServer, adapter_folder, model_folder, toy_server
 
 
@@ -21,6 +22,7 @@ def shared(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "three": adapter_folder(root / "three", 3),
         "five": adapter_folder(root / "five", 5),
     }
+    logs.configure("error")
     with toy_server(toy_model, adapters=adapters) as server:
         yield server
 

@@ -303,8 +303,7 @@ class ToyServer:
             self._ready.set()
             await self._stop.wait()
         except BaseException as error:
-            self._failure = error
-            raise
+            self._failure = error  # raised by __enter__
         finally:
             self._ready.set()
             web.should_exit = True
