@@ -229,10 +229,11 @@ class EngineClient(EngineBase):
         super().__init__(settings)
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._folder: Path | None = None  # of the sockets
 
     async def start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="lorakeet-"))
-        commands, events = endpoints(self._folder)
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="lorakeet-"))
+        commands, events = endpoints(folder)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Event)
         self._context = zmq.asyncio.Context()
@@ -245,7 +246,7 @@ class EngineClient(EngineBase):
         self._events.set_hwm(0)
         self._events.bind(events)
         try:
-            await self._spawn()
+            await self._spawn(folder)
             await self._wait_ready()
         except BaseException:
             await self.shutdown()
@@ -266,6 +267,8 @@ class EngineClient(EngineBase):
                 await self._stop(self._process)
             await self._watcher
         self._die("the engine was shut down")
+        if self._folder is None:
+            return
         self._commands.close(linger=0)
         self._events.close(linger=0)
         self._context.term()
@@ -284,14 +287,14 @@ class EngineClient(EngineBase):
     def _send(self, command: Command) -> None:
         self._commands.send(self._encoder.encode(command))
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, folder: Path) -> None:
         # -P: the working directory must not become a place that modules are imported from.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
             "-m",
             "lorakeet.server.engine.process",
-            str(self._folder),
+            str(folder),
             stdin=asyncio.subprocess.PIPE,
         )
         self._process = process

@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from lorakeet.configs.settings import Settings
 from lorakeet.server.engine.client import EngineBase
 from lorakeet.server.engine.messages import Command, Event, Shutdown
 from lorakeet.server.engine.run import run_engine
@@ -11,6 +13,11 @@ from lorakeet.server.engine.run import run_engine
 
 class InlineEngine(EngineBase):
     """The engine's loop in a thread; events arrive in the event loop that `start` ran in."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._inbox = QueueInbox()
+        self._ended: asyncio.Event | None = None  # set when the thread ends
 
     async def start(self) -> None:
         event_loop = asyncio.get_running_loop()
@@ -21,17 +28,24 @@ class InlineEngine(EngineBase):
             except RuntimeError:  # the event loop is closed: nobody listens
                 inbox.put(Shutdown())
 
-        inbox = self._inbox = QueueInbox()
-        self._thread = threading.Thread(
-            target=run_engine, args=(self.settings, inbox, send), name="engine", daemon=True
-        )
-        self._thread.start()
+        inbox = self._inbox
+        ended = self._ended = asyncio.Event()
+
+        def work() -> None:
+            try:
+                run_engine(self.settings, inbox, send)
+            finally:
+                with suppress(RuntimeError):  # the event loop is closed
+                    event_loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=work, name="engine", daemon=True).start()
         await self._wait_ready()
 
     async def shutdown(self) -> None:
         self._closing = True
-        self._send(Shutdown())
-        await asyncio.to_thread(self._thread.join)
+        if self._ended is not None:
+            self._send(Shutdown())
+            await self._ended.wait()
         self._die("the engine was shut down")
 
     def _send(self, command: Command) -> None:

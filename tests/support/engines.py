@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.server.engine.messages import (
@@ -14,12 +16,21 @@ from lorakeet.server.engine.messages import (
 )
 from lorakeet.server.engine.run import make_scheduler
 from lorakeet.server.engine.runner import Runner
+from support.adapters import make_adapter
 
 
 def cpu_settings(model: Path, **values: Any) -> Settings:
     """Small limits, so that chunks, slots and blocks run short in tests."""
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4, "max_loras": 4}
     return Settings(model=str(model), device="cpu", **(small | values))
+
+
+def overflowing_adapter(folder: Path, model: Path) -> Path:
+    """An adapter that is finite on disk and overflows float32 when it is used."""
+    make_adapter(folder, model, seed=4, target_modules=["down_proj"])
+    file = folder / "adapter_model.safetensors"
+    save_file({name: weight * 1e30 for name, weight in load_file(file).items()}, file)
+    return folder
 
 
 @dataclass

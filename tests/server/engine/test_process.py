@@ -46,7 +46,13 @@ async def engine_of(model: Path, **settings: Any) -> AsyncIterator[EngineClient]
     finally:
         await engine.shutdown()
         assert not process.is_running()
-        assert not engine._folder.exists()
+        assert not folder_of(engine).exists()
+
+
+def folder_of(engine: EngineClient) -> Path:
+    """Where its sockets are."""
+    assert engine._folder is not None
+    return engine._folder
 
 
 def request(name: str, adapter_id: int = 0, max_tokens: int = 6) -> AddRequest:
@@ -134,7 +140,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
         with pytest.raises(EngineDeadError, match="Mamba2ForCausalLM") as error:
             await engine.start()
         assert "Traceback" not in str(error.value)
-        assert not engine._folder.exists()
+        assert not folder_of(engine).exists()
         assert not psutil.pid_exists(engine.pid)
 
     run(test)
@@ -150,7 +156,7 @@ def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
         with pytest.raises(asyncio.CancelledError):
             await start
         assert not psutil.pid_exists(engine.pid)
-        assert not engine._folder.exists()
+        assert not folder_of(engine).exists()
 
     run(test)
 

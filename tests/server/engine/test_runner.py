@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from lorakeet.configs.settings import SettingsError
 from lorakeet.lora.adapter import AdapterId, Slot
@@ -27,7 +26,7 @@ from lorakeet.server.engine.step import (
     Step,
 )
 from support.adapters import make_adapter, peft_greedy, peft_logprobs
-from support.engines import StepEngine, cpu_settings
+from support.engines import StepEngine, cpu_settings, overflowing_adapter
 from support.models import VOCAB_SIZE, tiny_model
 
 TOLERANCE = 1e-3
@@ -193,17 +192,9 @@ def test_min_tokens_hold_back_eos_and_stop_tokens(files: Files) -> None:
     assert free[0] not in results["held"].token_ids[:2]
 
 
-def overflowing(files: Files, folder: Path) -> Path:
-    """An adapter that is finite on disk and overflows float32 when it is used."""
-    make_adapter(folder, files.model, seed=4, target_modules=["down_proj"])
-    weights = load_file(folder / "adapter_model.safetensors")
-    save_file({k: v * 1e30 for k, v in weights.items()}, folder / "adapter_model.safetensors")
-    return folder
-
-
 def test_overflow_is_an_error_of_its_row_alone(files: Files, tmp_path: Path) -> None:
     engine = engine_with_adapters(files)
-    broken = engine.load(overflowing(files, tmp_path / "broken"))
+    broken = engine.load(overflowing_adapter(tmp_path / "broken", files.model))
     for adapter in (1, 0, broken, 2):
         engine.add(str(adapter), prompt_of(9, adapter), adapter)
     engine.add("scores", prompt_of(9, 7), broken, max_tokens=0, prompt_logprobs=1)
