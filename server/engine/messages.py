@@ -106,7 +106,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int | None = None  # the last token id is this stop or EOS token: not to be shown
     logprobs: list[TokenLogprob] | None = None  # one for each of token_ids
     prompt_logprobs: list[TokenLogprob | None] | None = None  # sent once; None for the first token
-    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first output
+    cached_tokens: int | None = None  # prompt tokens from the prefix cache; with the first output
     error: str | None = None
 
 
