@@ -10,7 +10,8 @@ from lorakeet.kernels.segments import Segments
 from lorakeet.kernels.tiles import tile_rows, tiles_for
 
 
-@triton.jit
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["num_positions"])
 def _expand_kernel(  # type: ignore[no-untyped-def]
     h,
     b,

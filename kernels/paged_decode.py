@@ -27,7 +27,8 @@ def _splits(  # type: ignore[no-untyped-def]
     return first, tl.maximum(tl.cdiv(context - first, MAX_SPLITS), MIN_SPLIT)
 
 
-@triton.jit
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,
@@ -91,7 +92,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima + rows, highest, mask=in_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
     totals,
     weights,

@@ -10,7 +10,8 @@ from lorakeet.kernels.attend import KEYS, attend, tile_size
 ROWS = 64  # rows of a program's tile: query by query, the heads of a group side by side
 
 
-@triton.jit
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["first_sequence", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,

@@ -187,28 +187,36 @@ def test_slot_zero_is_no_adapter_whatever_its_rank(device: str, dtype: torch.dty
     segments = case.segments
     lengths, slots = segments.lengths.clone(), segments.weight_indices.clone()
     lengths[:], slots[:] = 1, 0
-    ranks = case.ranks.clone()
-    ranks[0] = 4
     case = replace(
-        case, ranks=ranks, segments=replace(segments, lengths=lengths, weight_indices=slots)
+        case,
+        ranks=case.ranks[[1, 1]],
+        row_table=case.row_table[[1, 1]],
+        segments=replace(segments, lengths=lengths, weight_indices=slots),
     )
     h = shrink(case)
     assert h.isnan().all()
-    assert torch.equal(expand(case, h), case.y)
+    looked_up = lora_embedding.embedding_lora_a(case.token_ids, case.a[0], *case.block_args)
+    assert looked_up.isnan().all()
+    assert torch.equal(expand(case, torch.ones_like(h)), case.y)
 
 
-def test_module_uses_fewer_rows_than_the_adapter_owns(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rest", [torch.nan, 1.0])
+def test_module_uses_fewer_rows_than_the_adapter_owns(
+    rest: float, device: str, dtype: torch.dtype
+) -> None:
     """The row table is shared by all modules; a module's own rank says how much of it counts."""
     case = lora_case([1, 2, 1], [8, 4], device=device, dtype=dtype)
     own = case.rows_of(1)
     a, b = case.a.clone(), case.b.clone()
-    a[:, own[3:]], b[own[3:]] = torch.nan, torch.nan
+    a[:, own[3:]], b[own[3:]] = rest, rest
     ranks = case.ranks.clone()
     ranks[1] = 3
     case = replace(case, a=a, b=b, ranks=ranks)
     h = shrink(case)
     assert_h_close(h, exact_shrink(case))
     assert_y_close(expand(case, h), exact_expand(case, h))
+    looked_up = lora_embedding.embedding_lora_a(case.token_ids, a[0], *case.block_args)
+    assert torch.equal(looked_up.isnan(), h.isnan())
 
 
 def test_inputs_and_outputs_may_be_views(device: str, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakeet.kernels import paged_decode, reference
+from lorakeet.kernels import paged_decode, paged_prefill, reference
 from lorakeet.kernels.paged_attention import paged_attention, write_kv
 from support.paged_cases import PagedCase, paged_case
 
@@ -45,9 +45,14 @@ def assert_close(actual: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 16), (7, 1, 20), (2, 2, 5), (9, 3, 64)]
+    ("heads", "kv_heads", "head_dim", "window"),
+    [
+        *((4, 2, 16, window) for window in (None, 1, 5, 100)),
+        *((7, 1, 20, window) for window in (None, 5)),
+        *((2, 2, 5, window) for window in (None, 1)),
+        *((9, 3, 64, window) for window in (None, 5)),
+    ],
 )
 def test_mixed_batch(
     heads: int, kv_heads: int, head_dim: int, window: int | None, device: str, dtype: torch.dtype
@@ -68,6 +73,17 @@ def test_block_sizes(
 ) -> None:
     case = paged_case(lengths, block_size=block_size, device=device, dtype=dtype)
     assert_close(paged_attention(*case.args, 0.3), exact_attention(case, 0.3, None))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(128, 16), (16, 128)])
+def test_tile_sizes_are_free(
+    rows: int, keys: int, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a window, rows far down a tile of queries see nothing of the first tile of keys."""
+    monkeypatch.setattr(paged_prefill, "ROWS", rows)
+    monkeypatch.setattr(paged_prefill, "KEYS", keys)
+    case = paged_case([(140, 150)], heads=1, kv_heads=1, device=device, dtype=dtype)
+    assert_close(paged_attention(*case.args, 0.25, 3), exact_attention(case, 0.25, 3))
 
 
 @pytest.mark.parametrize("window", [None, 300, 40])
