@@ -176,8 +176,8 @@ class Runner:
 
     def _sample(self, logits: Tensor, rows: Ints, seq_ids: Sequence[SequenceId]) -> list[Sampled]:
         """A token for each row, which it takes in at once."""
-        choices = [self.sampling.row(row) for row in rows.tolist()]
-        output = sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
+        choices, together = self.sampling.batch(rows.tolist())
+        output = sampler.sample(logits, together)
         token_ids, sampled = read_samples(output, seq_ids, choices)
         self.rows.append_tokens(rows, token_ids)
         return sampled
@@ -245,7 +245,7 @@ class Runner:
         self.cache = allocate(size.num_blocks)
         self.model.bind_kv_cache(self.cache)
         self.rows = SequenceRows(settings.max_num_seqs, self.max_model_len, block_size)
-        self.sampling = SamplingRows(self.rows)
+        self.sampling = SamplingRows(self.rows, self.config.vocab_size, self.device)
         for part, num_bytes in self.memory_by_part().items():
             logger.info("memory: %s %.2f GiB", part, num_bytes / 2**30)
 

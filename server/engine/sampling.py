@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
+from operator import is_
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.models.sampler import SamplerOutput, SamplingRow
+from lorakeet.models.sampler import SamplerOutput, SamplingBatch, SamplingRow, build
 from lorakeet.server.engine.inputs import SequenceRows
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 from lorakeet.server.engine.step import NewSequence, Sampled, SequenceId
@@ -18,11 +19,22 @@ _ENGINE_SEED = secrets.randbits(62)  # for requests without a seed
 
 
 class SamplingRows:
-    """Makes sampling rows of `sequences`' rows; one that can never change is made once."""
+    """Makes the sampler's rows of `sequences`; one that can never change is made once."""
 
-    def __init__(self, sequences: SequenceRows) -> None:
+    def __init__(self, sequences: SequenceRows, vocab_size: int, device: torch.device) -> None:
         self._sequences = sequences
+        self._vocab_size = vocab_size
+        self._device = device
         self._fixed: dict[int, tuple[NewSequence, SamplingRow]] = {}  # by row
+        self._last: tuple[list[SamplingRow], SamplingBatch] | None = None
+
+    def batch(self, rows: Sequence[int]) -> tuple[list[SamplingRow], SamplingBatch]:
+        """How the next tokens of the sequences in `rows` are chosen, a row each and together."""
+        choices = [self.row(row) for row in rows]
+        last = self._last
+        if last is None or len(last[0]) != len(choices) or not all(map(is_, last[0], choices)):
+            last = self._last = choices, build(choices, self._vocab_size, self._device)
+        return last
 
     def row(self, row: int) -> SamplingRow:
         """How the next token of the sequence in `row` is chosen."""
