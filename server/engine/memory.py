@@ -42,11 +42,14 @@ class CacheSize:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses now."""
+    """Bytes that nobody uses now on a GPU; on the CPU all that there are.
+
+    What the page cache holds there can be had, and tensors take memory only once they are written.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pool_rows(
@@ -100,12 +103,11 @@ def cache_size(
     wanted = settings.max_model_len or config.max_position_embeddings
     max_model_len = min(wanted, num_blocks * block_size)
     if max_model_len < wanted:
-        place = "gpu_memory_utilization" if torch.cuda.is_available() else "cpu_kv_memory"
         needed = -(-wanted // block_size) * block_bytes
         message = (
-            f"a sequence of {wanted} tokens takes {needed // MiB} MiB of KV cache, and {place}"
+            f"a sequence of {wanted} tokens takes {needed // MiB} MiB of KV cache; there is room"
+            f" for {max(memory, 0) // MiB} MiB (gpu_memory_utilization, on the CPU cpu_kv_memory)"
         )
-        message += f" leaves {max(memory, 0) // MiB} MiB"
         if settings.max_model_len is not None or max_model_len == 0:
             raise SettingsError(f"max_model_len: {message}")
         logger.warning("max_model_len is lowered to %d: %s", max_model_len, message)

@@ -79,7 +79,7 @@ def main() -> int:
     settings = Settings.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
     logs.configure(settings.log_level)
-    if "OMP_NUM_THREADS" not in os.environ:
+    if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
 
     commands, events = endpoints(folder)
