@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.adapter_kinds import fuse, fuse_all, share_a
 from support.adapters import (
     ALL_LINEAR,
     edit_config,
@@ -15,7 +16,7 @@ from support.adapters import (
     make_adapter,
     tensors_of,
 )
-from support.deltas import Tensors, assert_equals_peft, deltas, peft_deltas, read, renamed
+from support.deltas import assert_equals_peft, deltas, peft_deltas, read, renamed
 from support.models import tiny_model
 
 
@@ -168,32 +169,10 @@ def test_embedding_with_adapter_name(tmp_path: Path, model: Path) -> None:
 # --- fused modules ---
 
 
-def fused(tensors: Tensors, name: str, parts: tuple[str, ...], swap: bool = False) -> Tensors:
-    """Join modules that have the same A into one fused module."""
-    joined = dict(tensors)
-    for key in [key for key in tensors if f".{parts[0]}.lora_B" in key]:
-        keys = [key.replace(parts[0], part) for part in parts]
-        bs = [joined.pop(k) for k in keys]
-        a = [joined.pop(k.replace("lora_B", "lora_A")) for k in keys]
-        joined[key.replace(parts[0], name)] = torch.cat(bs[::-1] if swap else bs)
-        joined[key.replace(parts[0], name).replace("lora_B", "lora_A")] = a[0]
-    return joined
-
-
-def share_a(tensors: Tensors) -> Tensors:
-    shared = dict(tensors)
-    for key in tensors:
-        if ".lora_A." in key:
-            first = key.replace("k_proj", "q_proj").replace("v_proj", "q_proj")
-            shared[key] = tensors[first.replace("up_proj", "gate_proj")]
-    return shared
-
-
 def test_fused_modules_are_cut_at_the_borders(tmp_path: Path, model: Path) -> None:
     folder = edit_tensors(make_adapter(tmp_path, model), share_a)
     expected = deltas(assert_equals_peft(folder, model), model)
-    qkv, gate_up = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-    edit_tensors(folder, lambda t: fused(fused(t, "qkv_proj", qkv), "gate_up_proj", gate_up))
+    edit_tensors(folder, fuse_all)
     adapter = read(folder, model)
     torch.testing.assert_close(deltas(adapter, model), expected, atol=0, rtol=0)
     assert adapter.modules == ("down_proj", "gate_up_proj", "o_proj", "qkv_proj")
@@ -202,7 +181,7 @@ def test_fused_modules_are_cut_at_the_borders(tmp_path: Path, model: Path) -> No
 def test_the_halves_of_a_fused_module_are_not_alike(tmp_path: Path, model: Path) -> None:
     folder = edit_tensors(make_adapter(tmp_path, model), share_a)
     expected = deltas(read(folder, model), model)
-    edit_tensors(folder, lambda t: fused(t, "gate_up_proj", ("gate_proj", "up_proj"), swap=True))
+    edit_tensors(folder, lambda t: fuse(t, "gate_up_proj", ("gate_proj", "up_proj"), swap=True))
     found = deltas(read(folder, model), model)
     gate, up = "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"
     assert torch.equal(found[gate], expected[up])
