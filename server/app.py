@@ -81,7 +81,7 @@ class Gate:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status = int(message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -109,7 +109,7 @@ class Gate:
             return
         if self._key is not None:
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            given = token.strip().encode()
+            given = token.strip().encode("latin-1")  # the bytes as they were sent
             if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._key):
                 raise AuthenticationError("Send the API key as: Authorization: Bearer KEY")
         self._server.check_ready()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from lorakeet.configs.settings import Settings
 from lorakeet.models.config import UnsupportedModelError
@@ -53,7 +54,11 @@ def run(settings: Settings) -> None:
     """Serve until a signal comes; ends the process: with 0 after a drain, 1 after a failure."""
     logs.configure(settings.log_level)
     settings = _with_demo(settings)
-    sys.exit(asyncio.run(serve(settings, EngineClient(settings))))
+    sys.exit(uvloop.run(_serve_with_engine(settings)))
+
+
+async def _serve_with_engine(settings: Settings) -> int:
+    return await serve(settings, EngineClient(settings))
 
 
 async def serve(settings: Settings, engine: Engine) -> int:

@@ -9,6 +9,11 @@ from lorakeet.server import logs
 from support.toy_server import ToyServer, adapter_folder, model_folder, toy_server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    logs.configure("error")
+
+
 @pytest.fixture(scope="session")
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
@@ -22,7 +27,6 @@ def shared(toy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "three": adapter_folder(root / "three", 3),
         "five": adapter_folder(root / "five", 5),
     }
-    logs.configure("error")
     with toy_server(toy_model, adapters=adapters) as server:
         yield server
 

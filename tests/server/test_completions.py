@@ -284,13 +284,17 @@ def test_scores_end_where_a_stop_string_cuts(toy: ToyServer, tokenizer: Tokenize
     assert choice["text"] == "ab"
     assert choice["logprobs"]["tokens"] == ["a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 1]
-    parts = [c["logprobs"]["tokens"] for e in events(toy, COMPLETIONS, **body) for c in e["choices"]]
+    parts = [
+        c["logprobs"]["tokens"] for e in events(toy, COMPLETIONS, **body) for c in e["choices"]
+    ]
     assert [token for part in parts for token in part] == ["a", "b"]
 
 
 def test_scores_held_back_by_a_near_miss_are_flushed(toy: ToyServer, tokenizer: Tokenizer) -> None:
     body = {"prompt": ids_of(tokenizer, "abX"), "max_tokens": 3, "stop": "XYZ", "logprobs": 0}
-    parts = [c["logprobs"]["tokens"] for e in events(toy, COMPLETIONS, **body) for c in e["choices"]]
+    parts = [
+        c["logprobs"]["tokens"] for e in events(toy, COMPLETIONS, **body) for c in e["choices"]
+    ]
     assert [token for part in parts for token in part] == ["a", "b", "X"]
 
 
@@ -471,6 +475,7 @@ def test_official_client_raises_for_an_error_in_a_stream(client: openai.OpenAI) 
 
 def test_many_mixed_requests_at_once(toy: ToyServer) -> None:
     """Every answer is its own adapter's, whoever runs beside it."""
+
     def ask(number: int) -> bool:
         model, k = [("base", 0), ("three", 3), ("five", 5)][number % 3]
         digest = hashlib.sha256(bytes([number])).digest()

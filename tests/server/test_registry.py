@@ -1,6 +1,7 @@
 """The life of adapters over the wire: loading, swapping, unloading, races, paths, lazy folders."""
 
 import concurrent.futures
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,7 @@ def test_parallel_loads_unloads_and_requests(toy: ToyServer, source: Path) -> No
     paths = {k: adapter_folder(source / str(k), k) for k in (3, 7)}
 
     def work(number: int) -> int:
+        body: dict[str, Any]
         with httpx.Client(base_url=toy.url, timeout=20) as client:
             match number % 5:
                 case 0 | 1:
@@ -365,7 +367,7 @@ def test_waiters_share_one_load_and_others_run_on(toy: ToyServer, root: Path) ->
 def test_a_waiter_that_goes_leaves_the_load_alone(toy: ToyServer, root: Path) -> None:
     adapter_folder(root / "lazy", 6)
     toy.engine.loads_open = False
-    body = {"model": "lazy", "prompt": [40], "max_tokens": 1}
+    body: dict[str, Any] = {"model": "lazy", "prompt": [40], "max_tokens": 1}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(toy.url + COMPLETIONS, json=body, timeout=0.3)
     toy.wait_idle()
@@ -374,9 +376,7 @@ def test_a_waiter_that_goes_leaves_the_load_alone(toy: ToyServer, root: Path) ->
     assert toy.engine.num_reads == 1
 
 
-def test_an_unloaded_folder_stays_away_until_it_is_loaded_again(
-    toy: ToyServer, root: Path
-) -> None:
+def test_an_unloaded_folder_stays_away_until_it_is_loaded_again(toy: ToyServer, root: Path) -> None:
     adapter_folder(root / "lazy", 6)
     assert shift(toy, "lazy") == 6
     assert unload(toy, "lazy").status_code == 200
@@ -434,7 +434,7 @@ def test_a_bad_adapter_given_at_start_stops_it(toy_model: Path, tmp_path: Path) 
 def with_texts(folder: Path, template: str, eos: str | None = None) -> Path:
     (folder / "chat_template.jinja").write_text(template)
     if eos is not None:
-        (folder / "tokenizer_config.json").write_text('{"eos_token": "%s"}' % eos)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
     return folder
 
 

@@ -27,6 +27,7 @@ from lorakeet.server.engine.messages import (
     AddRequest,
     EngineInfo,
     EngineStats,
+    FinishReason,
     RequestOutput,
     TokenLogprob,
 )
@@ -81,8 +82,8 @@ class ToyEngine:
         for adapter_id in self.adapters:
             running = sum(r.adapter_id == adapter_id for r in self.running.values())
             waiting = sum(r.adapter_id == adapter_id for r in self.waiting.values())
-            tier = "gpu" if running else "host"
-            adapters.append(AdapterState(adapter_id, tier, running, waiting))
+            state = AdapterState(adapter_id, "gpu" if running else "host", running, waiting)
+            adapters.append(state)
         return EngineStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -168,10 +169,9 @@ class ToyEngine:
     def _outputs(self, request: AddRequest) -> Iterator[RequestOutput]:
         sampling, prompt = request.sampling, request.prompt
         k = self.adapters.get(request.adapter_id, 0)
-        scores = None
+        scores: list[TokenLogprob | None] | None = None
         if sampling.prompt_logprobs is not None:
-            scores = [_score(token, sampling.prompt_logprobs) for token in prompt[1:]]
-            scores = [None, *scores]
+            scores = [None, *(_score(token, sampling.prompt_logprobs) for token in prompt[1:])]
         if sampling.max_tokens == 0:
             yield RequestOutput(request.request_id, [], "length", None, None, scores, 0)
             return
@@ -181,9 +181,12 @@ class ToyEngine:
                 yield RequestOutput(request.request_id, [], "error", error="NaN in the logits")
                 return
             token = (token + k + _noise(sampling.seed, sampling.temperature, count)) % VOCAB_SIZE
-            stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids))
+            stops = (
+                *sampling.stop_token_ids,
+                *(() if sampling.ignore_eos else request.eos_token_ids),
+            )
             stop = token if token in stops and count > sampling.min_tokens else None
-            reason = "length" if count == sampling.max_tokens else None
+            reason: FinishReason | None = "length" if count == sampling.max_tokens else None
             logprobs = None if sampling.logprobs is None else [_score(token, sampling.logprobs)]
             first = count == 1
             yield RequestOutput(
@@ -312,8 +315,10 @@ class ToyServer:
 
 
 @contextlib.contextmanager
-def toy_server(model: Path, engine: ToyEngine | None = None, **settings: Any) -> Iterator[ToyServer]:
-    """A server of `model` (see `model_folder`), served as "base"; afterwards nothing may be left."""
+def toy_server(
+    model: Path, engine: ToyEngine | None = None, **settings: Any
+) -> Iterator[ToyServer]:
+    """A server of `model_folder`'s folder as "base"; afterwards no request may be left."""
     values = {"model": str(model), "served_model_name": "base", **settings}
     with ToyServer(Settings(**values), engine or ToyEngine()) as server:
         yield server

@@ -1,0 +1,208 @@
+"""Clients that go, half-close or are too many: over raw sockets, until everything is free again."""
+
+import concurrent.futures
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def toy(toy_model: Path, tmp_path: Path) -> Iterator[ToyServer]:
+    adapters = {"three": adapter_folder(tmp_path / "three", 3)}
+    engine = ToyEngine(max_running=2, step_seconds=0.01)
+    with toy_server(toy_model, engine, adapters=adapters) as server:
+        yield server
+
+
+def connect(toy: ToyServer, version: str = "1.1", **body: Any) -> socket.socket:
+    """A connection on which a request was sent."""
+    values = {"model": "three", "prompt": [40], "max_tokens": 2000, "ignore_eos": True, **body}
+    content = json.dumps(values).encode()
+    connection = socket.create_connection(("127.0.0.1", toy.port), timeout=20)
+    connection.sendall(
+        b"POST /v1/completions HTTP/%b\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"connection: close\r\ncontent-length: %d\r\n\r\n%b"
+        % (version.encode(), len(content), content)
+    )
+    return connection
+
+
+def until(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_goes(toy: ToyServer, stream: bool, n: int, version: str) -> None:
+    """D12, C03: while it runs and, for the third child, while it waits."""
+    connection = connect(toy, version, stream=stream, n=n)
+    until(lambda: len(toy.engine.running) == min(n, 2))
+    connection.close()
+    toy.wait_idle()
+    assert len(toy.engine.aborted) == n
+    assert toy.http.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).status_code == 200
+    assert not toy.engine.adapters
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_while_queued(toy: ToyServer, stream: bool) -> None:
+    busy = [connect(toy) for _ in range(2)]
+    until(lambda: len(toy.engine.running) == 2)
+    queued = connect(toy, stream=stream)
+    until(lambda: len(toy.engine.waiting) == 1)
+    queued.close()
+    until(lambda: not toy.engine.waiting)
+    assert len(toy.engine.running) == 2
+    for connection in busy:
+        connection.close()
+
+
+def test_a_client_that_goes_after_some_tokens(toy: ToyServer) -> None:
+    connection = connect(toy, stream=True)
+    data = b""
+    while data.count(b"data: ") < 10:
+        data += connection.recv(4096)
+    connection.close()
+    toy.wait_idle()
+    assert len(toy.engine.aborted) == 1
+
+
+def test_a_client_that_goes_before_its_body_is_whole(toy: ToyServer) -> None:
+    connection = socket.create_connection(("127.0.0.1", toy.port))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b'content-length: 100\r\n\r\n{"model"'
+    )
+    connection.close()
+    toy.wait_idle()
+    assert not toy.engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_closed_is_not_gone(toy: ToyServer, stream: bool) -> None:
+    connection = connect(toy, stream=stream, max_tokens=100)
+    connection.shutdown(socket.SHUT_WR)
+    data = read_all(connection)
+    assert b"HTTP/1.1 200 OK" in data
+    assert b'"finish_reason":"length"' in data
+    assert (b"[DONE]" in data) == stream
+    assert not toy.engine.aborted
+
+
+def test_many_clients_that_go(toy: ToyServer) -> None:
+    for number in range(60):
+        connect(toy, stream=bool(number % 2), n=1 + number % 3).close()
+    toy.wait_idle()
+    assert toy.server.running == 0
+
+
+def test_a_reset_connection(toy: ToyServer) -> None:
+    connection = connect(toy)
+    until(lambda: toy.engine.running)
+    linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
+    toy.wait_idle()
+    assert len(toy.engine.aborted) == 1
+
+
+# --- too much -------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_bounded(toy_model: Path) -> None:
+    """E04: so many are served, the others are told at once, and the server stays awake."""
+    engine = ToyEngine(max_running=4, step_seconds=0.01)
+    limits = {"max_num_seqs": 4, "max_queue": 20}
+    with toy_server(toy_model, engine, **limits) as toy:
+        body = {"model": "base", "prompt": [40], "max_tokens": 50}
+
+        def ask(number: int) -> tuple[int, httpx.Headers]:
+            with httpx.Client(base_url=toy.url, timeout=60) as client:
+                response = client.post(COMPLETIONS, json={**body, "stream": bool(number % 2)})
+                return response.status_code, response.headers
+
+        with concurrent.futures.ThreadPoolExecutor(60) as pool:
+            asked = [pool.submit(ask, number) for number in range(60)]
+            until(lambda: toy.server._reserved == 24)
+            assert toy.http.get("/health").status_code == 200
+            assert toy.http.get("/v1/models").status_code == 200
+            answers = [future.result() for future in asked]
+        statuses = [status for status, _ in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 24
+        for status, headers in answers:
+            if status == 429:
+                assert headers["retry-after"]
+                assert headers["content-type"] == "application/json"
+        toy.wait_idle()
+        assert toy.http.post(COMPLETIONS, json={**body, "n": 24}).status_code == 200
+        assert toy.http.post(COMPLETIONS, json={**body, "n": 25}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long(toy_model: Path, stream: bool) -> None:
+    engine = ToyEngine(max_running=1, step_seconds=0.02)
+    with toy_server(toy_model, engine, request_timeout=0.5) as toy:
+        body = {"model": "base", "prompt": [40], "max_tokens": 1000, "stream": stream}
+        response = toy.http.post(COMPLETIONS, json=body)
+        toy.wait_idle()
+        if stream:
+            assert response.status_code == 200
+            events = [line for line in response.text.splitlines() if line]
+            assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == (
+                "request_timeout"
+            )
+            assert len(events) > 3
+        else:
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "request_timeout"
+
+
+def test_a_queued_request_that_takes_too_long_has_a_status(toy_model: Path) -> None:
+    engine = ToyEngine(max_running=0)
+    with toy_server(toy_model, engine, request_timeout=0.2) as toy:
+        body = {"model": "base", "prompt": [40], "max_tokens": 10, "stream": True}
+        assert toy.http.post(COMPLETIONS, json=body).status_code == 504
+
+
+# --- the engine dies ------------------------------------------------------------------------------
+
+
+def test_when_the_engine_dies(toy: ToyServer) -> None:
+    stream = connect(toy, stream=True)
+    whole = connect(toy)
+    until(lambda: len(toy.engine.running) == 2)
+    assert stream.recv(65536)
+    toy._loop.call_soon_threadsafe(toy.engine.die)
+    data = read_all(stream)
+    assert b'"error"' in data
+    assert b"[DONE]" not in data
+    assert b'"finish_reason":"' not in data
+    assert b"HTTP/1.1 503" in read_all(whole)
+    for path in ("/health", "/v1/models"):
+        response = toy.http.get(path)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "dead"
+    assert toy.http.get("/metrics").status_code == 200
