@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorakeet.server.llm import LLM, SamplingParams
 
@@ -143,7 +143,7 @@ def main() -> None:
             max_lora_rank=16,
             enable_prefix_caching=False,  # repeats ask the same prompts; nothing may be reused
         ) as llm:
-            prompts = make_prompts(llm.vocab_size)
+            prompts = make_prompts(AutoConfig.from_pretrained(model_folder).vocab_size)
             peft = transformers_run(model_folder, adapters, names, prompts)
             mixed = compare(
                 "8 adapters", peft, lorakeet_run(llm, names, prompts), arguments.repeats
