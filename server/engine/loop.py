@@ -1,7 +1,12 @@
-"""The engine's loop: drain commands, schedule, execute, apply. Adapters are read beside it."""
+"""The engine's loop: drain commands, schedule, launch, apply. Adapters are read beside it.
+
+With a depth of 2 the next step is scheduled and launched before the present one has ended, so the
+device never waits for the host.
+"""
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -49,9 +54,14 @@ class Inbox(Protocol):
 
 
 class Executor(Protocol):
-    """What executes a step; `Runner` is the real one."""
+    """What executes steps; `Runner` is the real one."""
 
-    def execute(self, step: Step) -> StepResult: ...
+    @property
+    def depth(self) -> int:
+        """How many steps may be in flight; 1: each is applied before the next is scheduled."""
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """Start a step; what is returned waits for its end. Steps run in order of launch."""
 
 
 class EngineLoop:
@@ -72,6 +82,7 @@ class EngineLoop:
         self.runner = runner
         self.host_store = host_store
         self.send = send
+        self._in_flight: deque[tuple[Step, Callable[[], StepResult]]] = deque()
         self._reads: SimpleQueue[tuple[LoadAdapter, Future[Adapter]]] = SimpleQueue()  # finished
         self._reading: set[AdapterId] = set()
         self._loaded: set[AdapterId] = set()  # known to the scheduler, not unloaded
@@ -93,17 +104,32 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs, self._outputs = self._outputs, []
-        self._is_idle = True
-        if self.scheduler.has_work:
-            step = self.scheduler.schedule()
-            result = self.runner.execute(step)
-            outputs += self.scheduler.apply(step, result)
-            self._load_seconds += result.load_seconds
-            self._is_idle = not (step.sequences or result.loaded or outputs)
+        has_launched = self._launch()
+        self._is_idle = not has_launched
+        if self._in_flight and not (has_launched and len(self._in_flight) < self.runner.depth):
+            outputs += self._apply()
         if outputs:
             self.send(StepOutputs(outputs))
+            self._is_idle = False
         for adapter_id in self.scheduler.take_unloaded():
             self._free(adapter_id)
+
+    def _launch(self) -> bool:
+        """Start the next step, if there is something to do; True: it gives the device work."""
+        if not (self.scheduler.has_work and self.scheduler.can_schedule):
+            return False
+        step = self.scheduler.schedule()
+        self._in_flight.append((step, self.runner.launch(step)))
+        return bool(step.sequences)
+
+    def _apply(self) -> list[RequestOutput]:
+        """Wait for the oldest step in flight, and take in its result."""
+        step, wait = self._in_flight.popleft()
+        result = wait()
+        self._load_seconds += result.load_seconds
+        if step.sequences or result.loaded or self._in_flight:
+            self._is_idle = False
+        return self.scheduler.apply(step, result)
 
     def _idle_seconds(self) -> float:
         """How long to wait for commands: until the next report, or for a slot copy."""

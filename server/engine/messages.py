@@ -35,6 +35,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # alternatives to report for each generated token; 0: only its own
     prompt_logprobs: int | None = None  # the same for each prompt token
 
+    @property
+    def has_penalty(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of a token under the model (before temperature), and the likeliest others."""

@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, how far they are computed, and when it ends."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import AdapterId
@@ -11,15 +12,16 @@ from lorakeet.server.engine.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from lorakeet.server.engine.step import BlockId, Sampled, SequenceId
+from lorakeet.server.engine.step import BlockId, Sampled, ScheduledSequence, SequenceId
 
 
 @dataclass(eq=False)
 class Sequence:
     """`num_computed_tokens` chases the number of tokens: there are no phases.
 
-    `token_ids` is the prompt and what has been generated; the KV of the first
-    `num_computed_tokens` of them is in `block_ids`.
+    `token_ids` is the prompt and what is known to be generated; `num_in_flight` more tokens are
+    being sampled. The KV of the first `num_computed_tokens` of all these is in `block_ids`, or will
+    be once the steps in flight are done.
     """
 
     seq_id: SequenceId  # also its place in the order of arrival
@@ -31,37 +33,51 @@ class Sequence:
     block_ids: list[BlockId] = field(default_factory=list)
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
     has_output: bool = False  # an output has been sent
-    in_flight: bool = False  # between schedule and apply of a step that it is in
+    chunks: deque[ScheduledSequence] = field(default_factory=deque)  # in flight, oldest first
+    num_in_flight: int = 0  # tokens that `chunks` sample
     finish_reason: FinishReason | None = None
     _prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt)
-
-    @property
-    def adapter_id(self) -> AdapterId:
-        return AdapterId(self.request.adapter_id)
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt)
+        self.adapter_id = AdapterId(self.request.adapter_id)
+        self.sampling = self.request.sampling
+        self.num_prompt_tokens = len(self.token_ids)
+        self._max_num_tokens = min(
+            self.num_prompt_tokens + self.sampling.max_tokens, self.max_model_len
+        )
+        # nothing follows the last token that can come, so it is never computed
+        self._num_to_compute = max(self._max_num_tokens - 1, self.num_prompt_tokens)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens, also ones in flight, that no step computes yet."""
+        num_tokens = len(self.token_ids) + self.num_in_flight
+        return min(num_tokens, self._num_to_compute) - self.num_computed_tokens
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Its next token cannot be chosen before the last one is known: penalties count it."""
+        return self.num_in_flight > 0 and self.sampling.has_penalty
 
     @property
     def reads_prefix_cache(self) -> bool:
         """Scores of the prompt come only from computing it."""
         return self.sampling.prompt_logprobs is None
+
+    def launch(self, chunk: ScheduledSequence) -> None:
+        """A step will compute the chunk."""
+        self.chunks.append(chunk)
+        self.num_computed_tokens = chunk.end
+        self.num_in_flight += chunk.samples
+
+    def land(self, chunk: ScheduledSequence) -> bool:
+        """The chunk is computed. False: it is of no use, for it was launched before a reset."""
+        if not self.chunks or self.chunks[0] is not chunk:
+            return False
+        self.chunks.popleft()
+        self.num_in_flight -= chunk.samples
+        return True
 
     def append(self, token_id: int) -> int | None:
         """Add a generated token and see whether it is the last: then `finish_reason` is set.
@@ -73,13 +89,11 @@ class Sequence:
         ends = token_id in sampling.stop_token_ids or (
             token_id in self.request.eos_token_ids and not sampling.ignore_eos
         )
-        if ends and self.num_generated_tokens > sampling.min_tokens:
+        num_tokens = len(self.token_ids)
+        if ends and num_tokens - self.num_prompt_tokens > sampling.min_tokens:
             self.finish_reason = "stop"
             return token_id
-        if (
-            self.num_generated_tokens >= sampling.max_tokens
-            or len(self.token_ids) >= self.max_model_len
-        ):
+        if num_tokens >= self._max_num_tokens:
             self.finish_reason = "length"
         return None
 
@@ -104,9 +118,11 @@ class Sequence:
         return output
 
     def reset(self) -> None:
-        """Preempted: all tokens are to be computed again, in other blocks."""
+        """All tokens are to be computed again, in other blocks; those in flight are given up."""
         self.num_computed_tokens = 0
         self.block_ids = []
+        self.chunks.clear()
+        self.num_in_flight = 0
 
     def _all_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         if self.sampling.prompt_logprobs is None:

@@ -1,6 +1,10 @@
 """What the engine does next: `schedule()` decides a step, `apply()` takes in its result.
 
-The decision is plain data. Only what a step has really computed moves a sequence on, in `apply`.
+The decision is plain data. Steps may be in flight: scheduled, and not applied yet. Their sequences
+are scheduled on as if they were done; results come in the same order. The device runs one step
+after the other, so what a sequence holds is free as soon as it ends or is preempted, even while a
+step works on it: whoever gets its blocks or its slot next writes to them later. Results of such
+steps are dropped. The prefix cache gets only what an applied step has computed.
 """
 
 import time
@@ -32,7 +36,7 @@ from lorakeet.server.engine.step import (
 
 
 class Scheduler:
-    """Owns sequences, KV blocks and adapter slots. One `schedule`, one `apply`, in turn."""
+    """Owns sequences, KV blocks and adapter slots."""
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic
@@ -60,6 +64,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """A step would do something, or tell how slot loads are going."""
         return bool(self._waiting or self._running or self._released or self.slots.num_loading)
+
+    @property
+    def can_schedule(self) -> bool:
+        """False: the next step needs a token that a step in flight samples; apply that first."""
+        return not any(sequence.waits_for_token for sequence in self._running.values())
 
     # --- commands ---
 
@@ -106,11 +115,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests in whatever state they are; those that are not there are ignored."""
         sequences = [self._by_request.get(request_id) for request_id in request_ids]
-        return [
-            self._finish(sequence, "abort")
-            for sequence in sequences
-            if sequence is not None and sequence.finish_reason is None
-        ]
+        return [self._finish(seq, "abort") for seq in dict.fromkeys(sequences) if seq is not None]
 
     # --- a step ---
 
@@ -126,14 +131,14 @@ class Scheduler:
         loads = self.adapters.grant(now)
         if self._num_preemptions == num_preemptions:  # blocks are not short
             self._admit(plan, now)
-        for seq_id in plan.chunks:
-            self._running[seq_id].in_flight = True
+        for seq_id, chunk in plan.chunks.items():
+            self._running[seq_id].launch(chunk)
         self._num_steps += bool(plan.chunks)
         released, self._released = self._released, []
         return plan.to_step(loads, released)
 
     def apply(self, step: Step, result: StepResult) -> list[RequestOutput]:
-        """Take in what the runner reports of `step`; returns what there is to send."""
+        """Take in what the runner reports of the oldest step; returns what there is to send."""
         for slot in result.loaded:
             self.slots.loaded(slot)
         outputs = []
@@ -143,10 +148,8 @@ class Scheduler:
             outputs += [self._finish(sequence, "error", error) for sequence in failed]
         sampled_by_id = {sampled.seq_id: sampled for sampled in result.sampled}
         for chunk in step.sequences:
-            sequence = self._running[chunk.seq_id]
-            sequence.in_flight = False
-            if sequence.finish_reason is not None:  # it was aborted on the way
-                self._free(sequence)
+            sequence = self._running.get(chunk.seq_id)
+            if sequence is None or not sequence.land(chunk):
                 continue
             scores = result.prompt_logprobs.get(chunk.seq_id, [])
             output = self._advance(sequence, chunk, sampled_by_id.get(chunk.seq_id), scores)
@@ -187,9 +190,9 @@ class Scheduler:
         for sequence in by_kind:
             if plan.budget == 0:
                 break
-            if sequence.seq_id not in self._running:  # preempted just now
-                continue
             num_tokens = min(sequence.num_uncomputed_tokens, plan.budget)
+            if num_tokens == 0 or sequence.seq_id not in self._running:  # preempted just now
+                continue
             if self._make_room(sequence, num_tokens, plan):
                 self._plan_chunk(plan, sequence, num_tokens)
 
@@ -243,7 +246,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in its old place; what it has computed stays in the prefix cache."""
-        assert not sequence.in_flight
         self._stop(sequence)
         self.adapters.preempt(sequence.adapter_id)
         insort(self._waiting, sequence, key=lambda seq: seq.seq_id)
@@ -276,15 +278,12 @@ class Scheduler:
         if sampled is not None and sampled.error is not None:
             self.blocks.withdraw(sequence.block_ids)  # nobody else shall read what is wrong
             return self._finish(sequence, "error", sampled.error)
-        computed = sequence.num_computed_tokens
-        sequence.num_computed_tokens = computed + chunk.num_tokens
-        first, last = (
-            n // self.blocks.block_size for n in (computed, sequence.num_computed_tokens)
-        )
+        block_size = self.blocks.block_size
+        first, last = chunk.start // block_size, chunk.end // block_size
         self.blocks.publish(sequence.chain, sequence.token_ids, sequence.block_ids, first, last)
         if scores:
             sequence.collect_prompt_logprobs(chunk.start, scores)
-        if sequence.num_uncomputed_tokens > 0:
+        if chunk.end < len(sequence.token_ids):
             return None
         self.adapters.progress(sequence.adapter_id)
         stop_token = None
@@ -301,17 +300,13 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None
     ) -> RequestOutput:
-        """End it before its time. What it holds stays as long as a step works on it."""
+        """End it before its time."""
         sequence.finish_reason = reason
         self._end(sequence)
         return RequestOutput(sequence.request.request_id, [], finish_reason=reason, error=error)
 
     def _end(self, sequence: Sequence) -> None:
         del self._by_request[sequence.request.request_id]
-        if not sequence.in_flight:
-            self._free(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
         now = self._clock()
         if sequence.seq_id in self._running:
             self._stop(sequence)

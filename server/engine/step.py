@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NewType
 
+import msgspec
+
 from lorakeet.lora.adapter import AdapterId, Slot
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 
@@ -32,20 +34,29 @@ class NewSequence:
     block_ids: tuple[BlockId, ...]  # KV blocks found in the prefix cache
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """`num_tokens` tokens of one sequence, from `start` on, that this step computes."""
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    """`num_tokens` tokens of one sequence, from `start` on, that this step computes.
+
+    The last of them may be in flight: sampled by the step before, not known to the host yet.
+    """
 
     seq_id: SequenceId
     start: int
     num_tokens: int
     new_block_ids: tuple[BlockId, ...]
-    samples: bool  # the chunk reaches the end of the known tokens: a token is sampled
+    samples: bool  # the chunk reaches the end of the tokens: one more is sampled
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
 class Step:
-    """Sequences with one token come first. With no sequences, only loads and releases are done."""
+    """Sequences with one token come first. With no sequences, only loads and releases are done.
+
+    Steps run on the device in the order in which they are launched.
+    """
 
     loads: tuple[SlotLoad, ...] = ()
     released: tuple[SequenceId, ...] = ()  # finished, aborted or preempted: forget them first
@@ -57,8 +68,7 @@ class Step:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """A new token of one sequence; or an error that ends this sequence alone."""
 
     seq_id: SequenceId

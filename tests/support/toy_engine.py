@@ -6,6 +6,7 @@ token than `solo`, which computes one request with neither blocks nor slots.
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -133,6 +134,7 @@ class _Known:
     tokens: list[int]
     blocks: list[int]
     num_computed: int
+    sampled_by: Step | None = None  # its last token; None: it came with `new`
 
 
 class ToyRunner:
@@ -151,8 +153,20 @@ class ToyRunner:
         self._rows = [GARBAGE] * config.num_rows
         self._row_table: dict[Slot, tuple[int, ...]] = {}
         self._loading: dict[Slot, tuple[SlotLoad, int]] = {}
+        self._in_flight: deque[Step] = deque()
 
-    def execute(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """As on a device, all is done in order of launch; the result is to be had in that order."""
+        result = self._execute(step)
+        self._in_flight.append(step)
+
+        def wait() -> StepResult:
+            assert self._in_flight.popleft() is step
+            return result
+
+        return wait
+
+    def _execute(self, step: Step) -> StepResult:
         for seq_id in step.released:
             del self.known[seq_id]
         self._begin_loads(step)
@@ -170,6 +184,7 @@ class ToyRunner:
             context = self._compute(chunk, scores)
             if chunk.samples:
                 sampled.append(self._sample(chunk.seq_id, context))
+                self.known[chunk.seq_id].sampled_by = step
         return StepResult(tuple(sampled), scores, loaded, load_errors=errors)
 
     def value_in(self, slot: Slot) -> int:
@@ -229,6 +244,8 @@ class ToyRunner:
         assert len(known.blocks) == -(-end // size)
         asks = known.new.sampling.max_tokens > 0
         assert chunk.samples == (end == len(known.tokens) and asks)
+        if chunk.samples and known.new.sampling.has_penalty:
+            assert known.sampled_by not in self._in_flight, "the host does not know the last token"
         written = set(known.blocks[chunk.start // size :])
         for seq_id, other in self.known.items():
             assert seq_id == chunk.seq_id or not written & set(other.blocks), "a shared block"
@@ -254,16 +271,26 @@ class ToyRunner:
         num_generated = len(known.tokens) - known.new.num_prompt_tokens
         value = self.value_in(known.new.slot)
         token_id = next_token(context, value, num_generated, known.new.sampling)
+        known.tokens.append(token_id)
         if token_id == FAULT:
             return Sampled(seq_id, 0, error="fault")
-        known.tokens.append(token_id)
         return Sampled(seq_id, token_id, TokenLogprob(token_id, 0.0, []))
 
 
 class ToyEngine:
-    """A scheduler and a toy runner in one thread. A step takes one second of its clock."""
+    """A scheduler and a toy runner in one thread. A step takes one second of its clock.
 
-    def __init__(self, config: SchedulerConfig, load_steps: Callable[[], int] = lambda: 0) -> None:
+    `depth` steps may be in flight: with 2, the next one is scheduled before the last is applied.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        load_steps: Callable[[], int] = lambda: 0,
+        depth: int = 1,
+    ) -> None:
+        self.depth = depth
+        self.flying: deque[tuple[Step, Callable[[], StepResult]]] = deque()
         self.now = 0.0
         self.config = config
         self.scheduler = Scheduler(config, clock=lambda: self.now)
@@ -302,13 +329,25 @@ class ToyEngine:
 
     def step(self, in_flight: Callable[[], None] = lambda: None) -> Step:
         """One step; `in_flight` is called between schedule and apply."""
-        step = self.scheduler.schedule()
-        result = self.runner.execute(step)
+        step = Step()
+        if self.scheduler.has_work and self.scheduler.can_schedule:
+            step = self.schedule()
         in_flight()
-        self._take(self.scheduler.apply(step, result))
+        if self.flying and not (step.sequences and len(self.flying) < self.depth):
+            self.apply()
         self.now += 1
         self.take_unloaded()
         return step
+
+    def schedule(self) -> Step:
+        step = self.scheduler.schedule()
+        self.flying.append((step, self.runner.launch(step)))
+        return step
+
+    def apply(self) -> None:
+        """Take in the oldest step in flight."""
+        step, wait = self.flying.popleft()
+        self._take(self.scheduler.apply(step, wait()))
 
     def take_unloaded(self) -> None:
         for adapter_id in self.scheduler.take_unloaded():
@@ -318,7 +357,7 @@ class ToyEngine:
         """Step until there is nothing to do; returns the number of steps."""
         for count in range(max_steps):
             self.take_unloaded()
-            if not self.scheduler.has_work:
+            if not (self.scheduler.has_work or self.flying):
                 return count
             self.step()
         raise AssertionError("the engine does not come to an end")
@@ -342,6 +381,7 @@ class ToyEngine:
         """Assert that nothing is left: sequences, blocks, slot uses, places."""
         scheduler = self.scheduler
         assert not scheduler.has_work
+        assert not self.flying
         scheduler.check()
         stats = scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)

@@ -3,7 +3,9 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from lorakeet.server.engine.adapters import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
-from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step, StepResult
+from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step
 from support.toy_engine import EOS, VOCAB, ToyEngine, solo
 
 CONFIG = SchedulerConfig(
@@ -34,6 +36,10 @@ CONFIG = SchedulerConfig(
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
+def replace_sampling(sampling: SamplingParams, **values: Any) -> SamplingParams:
+    return msgspec.structs.replace(sampling, **values)
+
+
 def prompt_of(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(vocab) for _ in range(length)]
@@ -50,9 +56,9 @@ def sound_prompt(value: int, length: int, sampling: SamplingParams = LONG) -> li
 
 
 def engine_with(
-    *values: int, config: SchedulerConfig = CONFIG
+    *values: int, config: SchedulerConfig = CONFIG, depth: int = 1
 ) -> tuple[ToyEngine, list[AdapterId]]:
-    engine = ToyEngine(config)
+    engine = ToyEngine(config, depth=depth)
     return engine, [engine.add_adapter(value) for value in values]
 
 
@@ -306,10 +312,11 @@ def test_base_and_resident_adapters_pass_one_that_waits() -> None:
     finish(engine)
 
 
-def test_bounded_wait() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_bounded_wait(depth: int) -> None:
     """C09: one place, a never-ending stream of A; B's first token comes within the bound."""
     config = replace(CONFIG, max_loras=1)
-    engine, (a, b) = engine_with(5, 11, config=config)
+    engine, (a, b) = engine_with(5, 11, config=config, depth=depth)
     waits = {}
     for number in range(150):
         engine.add(f"a{number}", prompt_of(4, number), a, SamplingParams(max_tokens=12))
@@ -319,7 +326,7 @@ def test_bounded_wait() -> None:
         engine.step()
         for name, since in list(waits.items()):
             if engine.results[name].token_ids:
-                assert engine.now - since <= config.adapter_wait_limit + 3
+                assert engine.now - since <= config.adapter_wait_limit + 1 + 2 * depth
                 del waits[name]
     assert not waits
     assert engine.scheduler.stats().num_preemptions > 0
@@ -584,7 +591,8 @@ def test_scores_survive_a_preemption() -> None:
 # --- aborts ---
 
 
-def test_abort_between_schedule_and_apply_frees_at_apply() -> None:
+def test_abort_between_schedule_and_apply_frees_at_once() -> None:
+    """The device runs steps in order: who gets the blocks next writes to them later."""
     engine, _ = engine_with()
     engine.add("r", sound_prompt(0, 20), sampling=LONG)
     engine.add("other", sound_prompt(0, 5), sampling=LONG)
@@ -592,14 +600,13 @@ def test_abort_between_schedule_and_apply_frees_at_apply() -> None:
     def abort() -> None:
         engine.abort(["r", "r", "nobody"])
         assert engine.results["r"].finish_reason == "abort"
-        assert engine.scheduler.stats().kv_blocks_used > 0
+        assert engine.scheduler.stats().kv_blocks_used == 0
         engine.scheduler.check()
 
     engine.step(in_flight=abort)
-    engine.scheduler.check()
-    step = engine.scheduler.schedule()
+    assert engine.scheduler.blocks.num_cached_blocks == 0
+    step = engine.step()
     assert step.released == (0,)
-    engine.scheduler.apply(step, engine.runner.execute(step))
     engine.abort(["other"])
     finish(engine)
 
@@ -615,13 +622,73 @@ def test_abort_while_the_slot_is_loading() -> None:
     assert engine.scheduler.slots.available == (2, 8)
 
 
+# --- two steps in flight ---
+
+
+def test_the_next_step_is_scheduled_before_the_last_one_is_applied() -> None:
+    engine, _ = engine_with(depth=2)
+    engine.add("r", sound_prompt(0, 37), sampling=LONG)
+    steps = [engine.step() for _ in range(5)]
+    assert [tokens_of(step) for step in steps] == [[16], [16], [5], [1], [1]]
+    assert len(engine.results["r"].token_ids) == 2  # of three that are sampled
+    finish(engine)
+    assert len(engine.results["r"].token_ids) == 64 - 37
+
+
+def test_length_ends_a_sequence_without_a_token_too_many() -> None:
+    engine, _ = engine_with(depth=2)
+    engine.add("r", sound_prompt(0, 8), sampling=SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.add("scored", prompt_of(8), sampling=SamplingParams(max_tokens=0))
+    steps = [step for step in (engine.step() for _ in range(9)) if step.sequences]
+    assert [tokens_of(step) for step in steps] == [[8, 8], [1], [1], [1], [1]]
+    finish(engine)
+
+
+def test_what_is_computed_past_a_stop_is_dropped_and_never_shared() -> None:
+    engine, _ = engine_with(depth=2, config=replace(CONFIG, block_size=1))
+    prompt = sound_prompt(0, 6)
+    request = AddRequest("", prompt, LONG, eos_token_ids=(EOS,))
+    third = solo(request, 0, CONFIG.max_model_len).token_ids[2]
+    stop = replace_sampling(LONG, stop_token_ids=(third,))
+    engine.add("r", prompt, sampling=stop)
+    chunks = [chunk for _ in range(8) for chunk in engine.step().sequences]
+    expected = engine.expected("r").token_ids
+    assert len(chunks) == len(expected) + 1
+    # prompt and answer, less the last token: the extra step would have computed that
+    assert engine.scheduler.blocks.num_cached_blocks == len(prompt) + len(expected) - 1
+    finish(engine)
+
+
+def test_penalties_wait_for_their_token_and_all_go_on_together() -> None:
+    engine, _ = engine_with(depth=2)
+    for number, penalty in enumerate((0.0, 0.5, 0.0)):
+        sampling = replace_sampling(LONG, frequency_penalty=penalty, max_tokens=10)
+        engine.add(str(number), sound_prompt(0, 4 + number), sampling=sampling)
+    steps = [step for step in (engine.step() for _ in range(40)) if step.sequences]
+    assert [len(step.sequences) for step in steps] == [3] * 10
+    finish(engine)
+
+
+def test_a_preempted_sequence_gives_up_what_is_in_flight() -> None:
+    config = replace(CONFIG, num_blocks=16, max_num_seqs=4, enable_prefix_caching=False)
+    engine, _ = engine_with(config=config, depth=2)
+    for number in range(4):
+        engine.add(f"r{number}", sound_prompt(0, 10 + number), sampling=LONG)
+    given_up = 0
+    while engine.scheduler.has_work:
+        before = [chunk.seq_id for step, _ in engine.flying for chunk in step.sequences]
+        given_up += len(set(before) & set(engine.step().released))
+    assert given_up > 0
+    finish(engine)
+
+
 # --- random workloads against the oracle ---
 
 
 class Workload:
     """Requests, aborts and unloads as they come, from one random generator."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, depth: int = 1) -> None:
         self.random = generator = random.Random(seed)
         block_size = generator.choice([1, 2, 4, 7])
         max_model_len = generator.randint(12, 40)
@@ -642,7 +709,9 @@ class Workload:
             adapter_quantum=generator.choice([1.0, 5.0, 20.0]),
         )
         slowest = generator.choice([0, 0, 3])
-        self.engine = ToyEngine(config, load_steps=lambda: generator.randint(0, slowest))
+        self.engine = ToyEngine(
+            config, load_steps=lambda: generator.randint(0, slowest), depth=depth
+        )
         self.prefix = prompt_of(max_model_len, seed)
         self.live: list[AdapterId] = [AdapterId(0)]
         for _ in range(generator.randint(1, 6)):
@@ -674,6 +743,7 @@ class Workload:
             ignore_eos=draw.random() < 0.3,
             stop_token_ids=draw.choice([(), (7, 8, 9)]),
             logprobs=draw.choice([None, 0]),
+            presence_penalty=draw.choice([0.0, 0.0, 0.0, 0.0, 0.5]),
             prompt_logprobs=draw.choice([None, None, None, 0]),
         )
         name = f"r{len(self.engine.requests)}"
@@ -695,10 +765,11 @@ class Workload:
         self.engine.scheduler.check()
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_random_workload_equals_solo(seed: int) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(100))
+def test_random_workload_equals_solo(seed: int, depth: int) -> None:
     """C08 and all the rest: budgets, distinct adapters and slots are checked by the toy runner."""
-    workload = Workload(seed)
+    workload = Workload(seed, depth)
     for _ in range(60):
         workload.maybe(workload.ask, 0.6)
         workload.maybe(workload.abort, 0.04)
@@ -711,8 +782,8 @@ def test_random_workload_equals_solo(seed: int) -> None:
 def test_random_workloads_reach_the_hard_cases() -> None:
     """The workloads preempt, hit the cache, load slots and abort: else they would prove little."""
     preemptions = hits = aborts = errors = 0
-    for seed in range(20):
-        workload = Workload(seed)
+    for seed in range(30):
+        workload = Workload(seed, depth=1 + seed % 2)
         for _ in range(60):
             workload.maybe(workload.ask, 0.6)
             workload.maybe(workload.abort, 0.04)
@@ -741,9 +812,9 @@ def test_a_wrong_prefix_hit_would_show() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**9))
-def test_every_request_ends_once_after_mass_abort(seed: int) -> None:
-    workload = Workload(seed)
+@given(st.integers(0, 10**9), st.integers(1, 2))
+def test_every_request_ends_once_after_mass_abort(seed: int, depth: int) -> None:
+    workload = Workload(seed, depth)
     for _ in range(15):
         workload.ask()
         workload.step()
@@ -754,15 +825,14 @@ def test_every_request_ends_once_after_mass_abort(seed: int) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """All commands in any order, also between schedule and apply."""
+    """All commands in any order, also between schedule and apply; up to three steps in flight."""
 
     workload: Workload
     engine: ToyEngine
-    flying: tuple[Step, StepResult] | None = None
 
-    @initialize(seed=st.integers(0, 10**6))
-    def start(self, seed: int) -> None:
-        self.workload = Workload(seed)
+    @initialize(seed=st.integers(0, 10**6), depth=st.integers(1, 3))
+    def start(self, seed: int, depth: int) -> None:
+        self.workload = Workload(seed, depth)
         self.engine = self.workload.engine
 
     @rule(seed=st.integers(0, 10**6), count=st.integers(1, 3))
@@ -787,18 +857,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_unloaded(self) -> None:
         self.engine.take_unloaded()
 
-    @precondition(lambda self: self.flying is None)
+    @precondition(
+        lambda self: (
+            len(self.engine.flying) < self.engine.depth and self.engine.scheduler.can_schedule
+        )
+    )
     @rule()
     def schedule(self) -> None:
-        step = self.engine.scheduler.schedule()
-        self.flying = step, self.engine.runner.execute(step)
+        self.engine.schedule()
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.engine.flying)
     @rule(seconds=st.sampled_from([0, 1, 10]))
     def apply(self, seconds: int) -> None:
-        assert self.flying is not None
-        self.engine._take(self.engine.scheduler.apply(*self.flying))
-        self.flying = None
+        self.engine.apply()
         self.engine.now += seconds
 
     @invariant()
@@ -806,7 +877,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.scheduler.check()
 
     def teardown(self) -> None:
-        if self.flying is not None:
+        while self.engine.flying:
             self.apply(0)
         finish(self.engine)
 
