@@ -73,15 +73,38 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     tl.store(h_tile, total, mask=in_segment[:, None] & in_rank[None, :])
 
 
+def split_input(input_size: int, block: int) -> tuple[int, int]:
+    """How many parts of an input are summed apart, and how large they are.
+
+    It depends on the input size and `block` alone, so a row's sums do not depend on the batch.
+    """
+    tiles = tiles_for(block)
+    most_splits = min(tiles.splits, triton.cdiv(input_size, tiles.inner))
+    split_size = triton.cdiv(triton.cdiv(input_size, most_splits), tiles.inner) * tiles.inner
+    return triton.cdiv(input_size, split_size), split_size
+
+
+def empty_sums(a: Tensor, segments: Segments, row_table: Tensor) -> Tensor:
+    """Room for what `sgemm_lora_a` returns."""
+    num_slices, _, input_size = a.shape
+    splits, _ = split_input(input_size, segments.block)
+    shape = (splits, segments.permutation.shape[0], num_slices, row_table.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=a.device)
+
+
 def sgemm_lora_a(
-    x: Tensor, a: Tensor, segments: Segments, ranks: Tensor, row_table: Tensor
+    x: Tensor,
+    a: Tensor,
+    segments: Segments,
+    ranks: Tensor,
+    row_table: Tensor,
+    h: Tensor | None = None,
 ) -> Tensor:
     """Semantics: h[:, p, i, j] sums to x[permutation[p]] · a[i, row_table[slot, j]], j < rank.
 
     x: (T, in); a: (slices, rows, in), of x's dtype; ranks: (slots,) int32; row_table: (slots, R)
-    int32. Returns (splits, P, slices, R) float32: partial sums over parts of the input. `splits`
-    depends on the input size and `block` alone, so a row's sums do not depend on the batch.
-    Entries past the rank, and positions in no segment, are left unset.
+    int32. Returns (splits, P, slices, R) float32, or `h` itself (`empty_sums`): partial sums over
+    parts of the input. Entries past the rank, and positions in no segment, are left unset.
     """
     assert x.stride(-1) == 1
     assert a.stride(-1) == 1
@@ -89,12 +112,9 @@ def sgemm_lora_a(
     num_slices, _, input_size = a.shape
     num_positions, max_rank = segments.permutation.shape[0], row_table.shape[1]
     tiles = tiles_for(segments.block)
-    most_splits = min(tiles.splits, triton.cdiv(input_size, tiles.inner))
-    split_size = triton.cdiv(triton.cdiv(input_size, most_splits), tiles.inner) * tiles.inner
-    splits = triton.cdiv(input_size, split_size)
-    h = torch.empty(
-        (splits, num_positions, num_slices, max_rank), dtype=torch.float32, device=x.device
-    )
+    splits, split_size = split_input(input_size, segments.block)
+    if h is None:
+        h = empty_sums(a, segments, row_table)
     grid = (
         segments.starts.shape[0],
         triton.cdiv(max_rank, tiles.rank) * num_slices,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments
+from lorakeet.kernels.segments import Delta, Segments
 
 
 class _Segment(NamedTuple):
@@ -126,6 +126,62 @@ def gate_up_lora_b(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     _expand(h, b, segments, ranks, row_table, y, [y.shape[1] // 2] * 2, dtype)
+
+
+def _added(y: Tensor, delta: Delta | None, sizes: list[int], dtype: torch.dtype) -> Tensor:
+    total = y.to(dtype, copy=True)
+    if delta is not None:
+        block = (delta.segments, delta.ranks, delta.row_table)
+        _expand(delta.h, delta.b, *block, total, sizes, dtype)
+    return total
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def add_rms_norm(
+    y: Tensor,
+    delta: Delta | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Normed and total, in `dtype`; total is rounded to residual's in between."""
+    total = _added(y, delta, [y.shape[1]], dtype) + residual.to(dtype)
+    total = total.to(residual.dtype).to(dtype)
+    return _rms_norm(total, weight.to(dtype), eps), total
+
+
+def silu_mul(
+    gate_up: Tensor, delta: Delta | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    size = gate_up.shape[1] // 2
+    gate, up = _added(gate_up, delta, [size, size], dtype).chunk(2, dim=1)
+    return gate * gate.sigmoid() * up
+
+
+def rotate_heads(
+    qkv: Tensor,
+    delta: Delta | None,
+    cos: Tensor,
+    sin: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    num_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of `rotate_and_write`, in `dtype`: (T, heads, head_dim) each."""
+    head_dim = cos.shape[-1]
+    sizes = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
+    parts = _added(qkv, delta, sizes, dtype).split(sizes, dim=1)
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in parts)
+    if norms is not None:
+        q = _rms_norm(q, norms[0].to(dtype), norms[2])
+        k = _rms_norm(k, norms[1].to(dtype), norms[2])
+    q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
+    return q, k, v
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:

@@ -1,10 +1,12 @@
 """What the wrapped layers ask for: one interface, a way to do it for each kind of device."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lorakeet.kernels.segments import Delta
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_backend import TorchBackend
@@ -16,6 +18,14 @@ class LoRABackend(Protocol):
     Deltas are accumulated in float32 and rounded once, with the sum. Rows without an adapter, or
     whose adapter leaves the layer alone, are not touched: not one bit of them changes.
     """
+
+    def project(
+        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, Delta | None]:
+        """`base()`, the base layer's output for x, and what is still to be added to it.
+
+        None where the delta was added here, as `add_linear` does.
+        """
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
         """`y[t] += scaling * B (A x[t])`, slice by slice. x: (T, input), y: (T, output)."""

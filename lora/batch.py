@@ -12,7 +12,7 @@ from lorakeet.kernels.segments import Segments, build_segments
 from lorakeet.models.batch import ForwardBatch
 
 _DECODE_ROWS = 256  # passes up to this size are mostly decode: few rows of each adapter
-_DECODE_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
+DECODE_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
 _PREFILL_BLOCK = 64
 
 _T = TypeVar("_T")
@@ -46,8 +46,11 @@ def build_lora_batch(
 ) -> LoRABatch | None:
     """Group the rows of a pass by adapter. `slots`: (T,) slot of each row, 0 for none.
 
-    Returns None when no row has an adapter: the pass then does no LoRA work at all.
+    Returns None when no row has an adapter: the pass then does no LoRA work at all. On CUDA, the
+    small blocks of decode hold all rows, as the fused kernels need.
     """
-    block = _DECODE_BLOCK if len(slots) <= _DECODE_ROWS else _PREFILL_BLOCK
-    segments = build_segments(slots, block, device)
+    decode = len(slots) <= _DECODE_ROWS
+    block = DECODE_BLOCK if decode else _PREFILL_BLOCK
+    fused = decode and torch.device(device).type == "cuda"
+    segments = build_segments(slots, block, device, base_rows=fused)
     return None if segments is None else LoRABatch(segments)

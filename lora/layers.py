@@ -3,6 +3,7 @@
 `y = W x + s · B (A x)` (Hu et al., LoRA, 2021; s as PEFT computes it is already in B).
 """
 
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.models.batch import ForwardBatch
+from lorakeet.models.parallel import Epilogue, T
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -36,6 +38,14 @@ class BaseLayerWithLoRA(nn.Module):
         if lora is not None:
             self._add_delta(y, x, lora)
         return y
+
+    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue[T]) -> T:
+        """As the base layer's; `then` may have to add the delta."""
+        lora = self._lora_batch(batch) if isinstance(batch, LoRAForwardBatch) else None
+        base = partial(self.base_layer, x, batch)
+        if lora is None:
+            return then(base(), None)
+        return then(*self.backend.project(base, x, self.lora_weights, lora))
 
     def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
         return batch.lora

@@ -11,9 +11,12 @@ true rank is read. The cost for prefill is a few times that of dense products, b
 base layer's.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from lorakeet.kernels.segments import Delta
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_plan import Plan, get_plan
@@ -21,6 +24,13 @@ from lorakeet.lora.torch_plan import Plan, get_plan
 
 class TorchBackend:
     """See LoRABackend. Weights of 16 bits are widened, once for each layer and pass."""
+
+    def project(
+        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, Delta | None]:
+        y = base()
+        self.add_linear(y, x, weights, batch)
+        return y, None
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
         plan = get_plan(weights, batch, x.shape[0])

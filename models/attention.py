@@ -1,12 +1,11 @@
 """Causal attention over the paged KV cache, with an optional sliding window.
 
-What is the same for all layers of a pass (masks, gather indices) is worked out once, in the object
-that `plan_attention` returns; each layer calls it. A token at position p sees the positions from
+What is the same for all layers of a pass (masks, gather indices) is worked out once, in a
+TorchAttention; each layer calls it. A token at position p sees the positions from
 max(0, p - window + 1) to p of its own sequence.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,52 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import LayerCache
-
-
-class Attention(Protocol):
-    """The attention of one pass."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
-    ) -> Tensor:
-        """Write k and v (T, kv_heads, head_dim) to the cache; attend with q (T, heads, head_dim).
-
-        Returns (T, heads, head_dim).
-        """
-
-
-def plan_attention(batch: ForwardBatch) -> Attention:
-    """Triton's kernels on CUDA, torch elsewhere."""
-    return TritonAttention(batch) if batch.token_ids.is_cuda else TorchAttention(batch)
-
-
-class TritonAttention:
-    """Nothing to prepare: the kernels read the batch's own tensors."""
-
-    def __init__(self, batch: ForwardBatch) -> None:
-        from lorakeet.kernels import paged_attention  # there is no Triton on some CPU platforms
-
-        self._batch = batch
-        self._kernels = paged_attention
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
-    ) -> Tensor:
-        batch = self._batch
-        self._kernels.write_kv(k, v, cache.keys, cache.values, batch.kv_slots)
-        return self._kernels.paged_attention(
-            q,
-            cache.keys,
-            cache.values,
-            batch.query_starts,
-            batch.context_lens,
-            batch.block_tables,
-            batch.num_decodes,
-            batch.max_query_len,
-            batch.max_context_len,
-            scale,
-            window,
-        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +38,9 @@ class _Prefill:
 
 
 class TorchAttention:
-    """All decodes in one padded product, each prefill chunk in one of its own."""
+    """The attention of one pass on the CPU: all decodes in one padded product, each prefill chunk
+    in one of its own.
+    """
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
@@ -96,6 +51,10 @@ class TorchAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
     ) -> Tensor:
+        """Write k and v (T, kv_heads, head_dim) to the cache; attend with q (T, heads, head_dim).
+
+        Returns (T, heads, head_dim).
+        """
         keys, values = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
         keys.index_copy_(0, self._batch.kv_slots, k)
         values.index_copy_(0, self._batch.kv_slots, v)

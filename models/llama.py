@@ -1,13 +1,17 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share. It knows nothing of adapters."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
 
-from lorakeet.models.attention import Attention, plan_attention
+from lorakeet.kernels.segments import Delta
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import KVCache, LayerCache
+from lorakeet.models.norm import RMSNorm
+from lorakeet.models.ops import Ops, plan_ops
 from lorakeet.models.parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -15,19 +19,10 @@ from lorakeet.models.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from lorakeet.models.rope import RotaryEmbedding, rotate
+from lorakeet.models.rope import RotaryEmbedding
 
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last dimension, in float32, rounded once."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+# the end of each block: adds its result to the residual; gives the next norm's output, and the sum
+AddNorm = Callable[[Tensor, Delta | None], tuple[Tensor, Tensor]]
 
 
 class LlamaAttention(nn.Module):
@@ -49,19 +44,10 @@ class LlamaAttention(nn.Module):
         self.cache: LayerCache | None = None  # bind_kv_cache
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, rotary: tuple[Tensor, Tensor], attend: Attention
-    ) -> Tensor:
-        assert self.cache is not None, "bind_kv_cache comes before the first pass"
-        qkv = self.qkv_proj(x, batch).unflatten(-1, (-1, self.head_dim))
-        num_qk = self.num_heads + self.num_kv_heads
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        qk = rotate(qk, *rotary)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        attended = attend(q, k, v, self.cache, self.scale, self.sliding_window)
-        return self.o_proj(attended.flatten(1), batch)  # type: ignore[no-any-return]
+        self, x: Tensor, batch: ForwardBatch, ops: Ops, then: AddNorm
+    ) -> tuple[Tensor, Tensor]:
+        attended = self.qkv_proj.project(x, batch, partial(ops.attend, self))
+        return self.o_proj.project(attended, batch, then)
 
 
 class LlamaMLP(nn.Module):
@@ -71,9 +57,11 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden, inner, bias)
         self.down_proj = RowParallelLinear(inner, hidden, "down_proj", bias)
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        gate, up = self.gate_up_proj(x, batch).chunk(2, dim=-1)
-        return self.down_proj(silu(gate) * up, batch)  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, batch: ForwardBatch, ops: Ops, then: AddNorm
+    ) -> tuple[Tensor, Tensor]:
+        activated = self.gate_up_proj.project(x, batch, ops.silu_mul)
+        return self.down_proj.project(activated, batch, then)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -85,10 +73,13 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, x: Tensor, batch: ForwardBatch, rotary: tuple[Tensor, Tensor], attend: Attention
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), batch, rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x), batch)  # type: ignore[no-any-return]
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, ops: Ops, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """x: the input norm's output. Returns that of the norm that follows, and the residual."""
+        then = partial(ops.add_norm, residual, self.post_attention_layernorm)
+        x, residual = self.self_attn(x, batch, ops, then)
+        then = partial(ops.add_norm, residual, next_norm)
+        return self.mlp(x, batch, ops, then)  # type: ignore[no-any-return]
 
 
 class LlamaModel(nn.Module):
@@ -102,12 +93,13 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(config)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        rotary = self.rotary.cos_sin(batch)
-        attend = plan_attention(batch)
-        x = self.embed_tokens(batch.token_ids, batch)
-        for layer in self.layers:
-            x = layer(x, batch, rotary, attend)
-        return self.norm(x)  # type: ignore[no-any-return]
+        ops = plan_ops(batch, self.rotary.cos_sin(batch))
+        residual = self.embed_tokens(batch.token_ids, batch)
+        input_norms = [layer.input_layernorm for layer in self.layers]
+        x = input_norms[0](residual)
+        for layer, next_norm in zip(self.layers, [*input_norms[1:], self.norm], strict=True):
+            x, residual = layer(x, residual, batch, ops, next_norm)
+        return x  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):

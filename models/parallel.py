@@ -5,13 +5,18 @@ are made uninitialized. `checkpoint_slices` is the one place that knows which pa
 tensor a layer holds: tensor parallelism will cut there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from lorakeet.kernels.segments import Delta
 from lorakeet.models.batch import ForwardBatch
+
+T = TypeVar("T")
+Epilogue = Callable[[Tensor, Delta | None], T]  # y, and what is still to be added to it
 
 
 class ParallelLinear(nn.Module):
@@ -33,6 +38,10 @@ class ParallelLinear(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(T, input_size) → (T, output_size)."""
         return linear(x, self.weight, self.bias)
+
+    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue[T]) -> T:
+        """What `then` makes of the output, and of the part of it that a wrapped layer leaves."""
+        return then(self(x, batch), None)
 
     def checkpoint_slices(self) -> Iterator[tuple[str, Tensor]]:
         """Names such as "q_proj.weight", each with the view of this layer that it fills."""

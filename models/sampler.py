@@ -5,7 +5,7 @@ become integer weights, whose sums are exact in any order: so neither the other 
 the way a device adds can move a border between two tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -93,42 +93,80 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingColumns:
+    """What every row has, as `SamplingRow` says it: (L,) each, on the host."""
+
+    seed: NDArray[np.uint64]
+    token_index: NDArray[np.int64]
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+
+
 def build(
     rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
 ) -> SamplingBatch:
     """Collect the rows' parameters. Token ids outside the vocabulary are ignored."""
-    assert vocab_size <= 2**22
+    columns = SamplingColumns(
+        seed=np.array([row.seed % 2**64 for row in rows], np.uint64),
+        token_index=np.array([row.token_index for row in rows]),
+        temperature=np.array([row.temperature for row in rows]),
+        top_k=np.array([row.top_k for row in rows]),
+        top_p=np.array([row.top_p for row in rows]),
+        min_p=np.array([row.min_p for row in rows]),
+    )
     wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
+    num_logprobs = max(wanted) if wanted else None
+    return build_columns(columns, dict(enumerate(rows)), num_logprobs, vocab_size, device)
+
+
+def build_columns(
+    columns: SamplingColumns,
+    edited: Mapping[int, SamplingRow],
+    num_logprobs: int | None,
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+) -> SamplingBatch:
+    """The same from columns. `edited`: rows, by index, that may have penalties, biases or bans."""
+    assert vocab_size <= 2**22
     edits = SamplingBatch(
-        repetition=_edits(map(_repetition, rows), vocab_size, device),
-        offsets=_edits(map(_offsets, rows), vocab_size, device),
-        num_logprobs=max(wanted) if wanted else None,
+        repetition=_edits(edited, _repetition, vocab_size, device),
+        offsets=_edits(edited, _offsets, vocab_size, device),
+        num_logprobs=num_logprobs,
     )
-    greedy = [row.temperature < _GREEDY_BELOW for row in rows]
-    if all(greedy):
+    greedy = columns.temperature < _GREEDY_BELOW
+    if greedy.all():
         return edits
-
-    def column(values: Iterable[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype).to(device, non_blocking=True)[:, None]
-
-    def used(values: Iterable[float], off: float, dtype: torch.dtype) -> Tensor | None:
-        kept = [off if skip else value for value, skip in zip(values, greedy, strict=True)]
-        return column(kept, dtype) if any(value != off for value in kept) else None
-
-    uniforms = uniform(
-        np.array([row.seed % 2**64 for row in rows], dtype=np.uint64),
-        np.array([row.token_index for row in rows], dtype=np.uint64),
-    )
-    top_k = (min(row.top_k, vocab_size) if row.top_k > 0 else vocab_size for row in rows)
+    top_k = np.where((columns.top_k > 0) & ~greedy, columns.top_k, vocab_size).clip(max=vocab_size)
+    top_p, min_p = np.where(greedy, 1.0, columns.top_p), np.where(greedy, 0.0, columns.min_p)
+    values = [
+        columns.temperature.clip(min=_GREEDY_BELOW),
+        uniform(columns.seed, columns.token_index.astype(np.uint64)),
+        greedy,
+        top_k,
+        top_p,
+        min_p,
+    ]
+    # float64 holds them all exactly, so that one copy moves them
+    on_device = _to_device(np.stack(values).astype(np.float64), device)[:, :, None]
     return replace(
         edits,
-        temperatures=column((max(row.temperature, _GREEDY_BELOW) for row in rows), torch.float32),
-        uniforms=column(uniforms.tolist(), torch.float64),
-        greedy=column(greedy, torch.bool)[:, 0] if any(greedy) else None,
-        top_k=used(top_k, vocab_size, torch.int64),
-        top_p=used((row.top_p for row in rows), 1.0, torch.float64),
-        min_p=used((row.min_p for row in rows), 0.0, torch.float32),
+        temperatures=on_device[0].float(),
+        uniforms=on_device[1],
+        greedy=on_device[2, :, 0].bool() if greedy.any() else None,
+        top_k=on_device[3].long() if (top_k != vocab_size).any() else None,
+        top_p=on_device[4] if (top_p != 1.0).any() else None,
+        min_p=on_device[5].float() if (min_p != 0.0).any() else None,
     )
+
+
+def _to_device(values: NDArray[np.generic], device: torch.device | str) -> Tensor:
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 _Pairs = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, values
@@ -153,10 +191,14 @@ def _offsets(row: SamplingRow) -> _Pairs | None:
 
 
 def _edits(
-    pairs: Iterable[_Pairs | None], vocab_size: int, device: torch.device | str
+    edited: Mapping[int, SamplingRow],
+    pairs_of: Callable[[SamplingRow], _Pairs | None],
+    vocab_size: int,
+    device: torch.device | str,
 ) -> LogitEdits | None:
     all_rows, all_ids, all_values = [], [], []
-    for row, pair in enumerate(pairs):
+    for row, choice in edited.items():
+        pair = pairs_of(choice)
         if pair is None or pair[0].size == 0:
             continue
         inside = (pair[0] >= 0) & (pair[0] < vocab_size)  # an id outside would write elsewhere
@@ -165,11 +207,8 @@ def _edits(
         all_rows.append(np.full(inside.sum(), row, dtype=np.int64))
     if not all_rows:
         return None
-
-    def to_device(parts: Sequence[NDArray[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-
-    return LogitEdits(to_device(all_rows), to_device(all_ids), to_device(all_values))
+    parts = (np.concatenate(part) for part in (all_rows, all_ids, all_values))
+    return LogitEdits(*(_to_device(part, device) for part in parts))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:

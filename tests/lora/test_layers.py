@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lorakeet.kernels.segments import Delta, build_segments
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import LoRABackend, make_backend
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch, build_lora_batch
@@ -26,8 +27,10 @@ from lorakeet.lora.layers import (
 )
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.specs import group_specs
+from lorakeet.models import llama
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.ops import TritonOps
 from lorakeet.models.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -68,6 +71,11 @@ class NoBackend:
         raise AssertionError("LoRA work in a pass without adapters")
 
     add_embedding = add_linear
+
+    def project(
+        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, Delta | None]:
+        raise AssertionError("LoRA work in a pass without adapters")
 
 
 def base_layer(group: str) -> nn.Module:
@@ -155,7 +163,7 @@ Prompts = Mapping[str, list[int]]
 class Wrapped:
     """A tiny model with all adapters in its pool; sequences are named after their adapters."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, backend: LoRABackend | None = None) -> None:
         self.folder = tiny_model(folder / "model", kind)
         self.model = load_model(self.folder, "cpu")
         specs = group_specs(self.model.config)
@@ -169,7 +177,7 @@ class Wrapped:
             adapter = read(path, self.folder)
             self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.rank)], adapter)
             self.adapters[name], self.slots[name] = path, slot
-        wrap_model(self.model, self.pool, make_backend("cpu"))
+        wrap_model(self.model, self.pool, backend or make_backend("cpu"))
 
     def batch_for(self, chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) != 1)  # as Passes does
@@ -241,6 +249,36 @@ class TestWholeModel:
         mixed.run(prompts, wrapped.batch_for(prompts))
         plain.run(prompts)
         assert torch.equal(mixed.logits["base"], plain.logits["base"])
+
+
+def test_the_way_that_cuda_takes_equals_peft(
+    prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter: chunks in small blocks, whose deltas ride in the fused kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter needs a machine without CUDA")
+    from lorakeet.lora import triton_backend
+
+    monkeypatch.setattr(llama, "plan_ops", TritonOps)
+    wrapped = Wrapped(tmp_path, "qwen3", triton_backend.TritonBackend())
+    passes = Passes(wrapped.model)
+    prompts = {name: prompts[name][:9] for name in ("base", "all", "mixed_ranks", "ends")}
+
+    def batch_for(chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
+        def wrap(plain: ForwardBatch) -> ForwardBatch:
+            batch = wrapped.batch_for(chunks)(plain)
+            assert isinstance(batch, LoRAForwardBatch)
+            slots = [wrapped.slots[name] for name, tokens in chunks.items() for _ in tokens]
+            segments = build_segments(np.array(slots, dtype=np.int32), 16, base_rows=True)
+            assert segments is not None
+            return replace(batch, lora=LoRABatch(segments))
+
+        return wrap
+
+    for start in (0, 8):
+        chunks = {name: tokens[start : start + 8] for name, tokens in prompts.items()}
+        passes.run(chunks, batch_for(chunks))
+    wrapped.assert_equals_peft(passes.logits, prompts)
 
 
 @pytest.fixture(scope="module")

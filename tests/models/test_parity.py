@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lorakeet.models import llama
-from lorakeet.models.attention import TritonAttention
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.ops import TritonOps
 from lorakeet.models.weights import load_model
 from support.models import KINDS, VOCAB_SIZE, tiny_model
 from support.passes import Passes, reference_logits
@@ -88,7 +88,7 @@ def test_with_the_kernels(folders: Path, kind: str, monkeypatch: pytest.MonkeyPa
     """The way that CUDA takes, in Triton's interpreter."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs a machine without CUDA")
-    monkeypatch.setattr(llama, "plan_attention", TritonAttention)
+    monkeypatch.setattr(llama, "plan_ops", TritonOps)
     _, model, expected = made(folders, kind)
     passes = Passes(model)
     names = {name: PROMPTS[name] for name in "abc"}

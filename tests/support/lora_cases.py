@@ -81,6 +81,7 @@ def lora_case(
     block: int = 4,
     max_rank: int | None = None,
     static: bool = False,
+    base_rows: bool = False,
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -105,7 +106,7 @@ def lora_case(
         a[:, own] = normal(len(slice_sizes), rank, input_size, scale=input_size**-0.5)
         b[own] = normal(rank, sum(slice_sizes), scale=max(rank, 1) ** -0.5)
 
-    segments = build_segments(np.asarray(weight_indices, dtype=np.int32), block, device)
+    segments = build_segments(np.asarray(weight_indices, dtype=np.int32), block, device, base_rows)
     if segments is not None:
         scalings = torch.rand(len(segments.scalings), generator=generator) + 0.5
         segments = replace(segments, scalings=scalings.to(device))
