@@ -44,6 +44,11 @@ class TorchAttention:
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
+        self._kv_slots = batch.kv_slots
+        self._written: Tensor | None = None  # rows that are not padding; None: all
+        if (batch.kv_slots < 0).any():
+            self._written = (batch.kv_slots >= 0).nonzero()[:, 0]
+            self._kv_slots = batch.kv_slots[self._written]
         self._query_starts: list[int] = batch.query_starts.tolist()
         self._context_lens: list[int] = batch.context_lens.tolist()
         self._plans: dict[tuple[int | None, int], tuple[_Decodes | None, list[_Prefill]]] = {}
@@ -56,8 +61,10 @@ class TorchAttention:
         Returns (T, heads, head_dim).
         """
         keys, values = cache.keys.flatten(0, 1), cache.values.flatten(0, 1)
-        keys.index_copy_(0, self._batch.kv_slots, k)
-        values.index_copy_(0, self._batch.kv_slots, v)
+        if self._written is not None:
+            k, v = k[self._written], v[self._written]
+        keys.index_copy_(0, self._kv_slots, k)
+        values.index_copy_(0, self._kv_slots, v)
         decodes, prefills = self._plan(window, cache.block_size, q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if decodes is not None:
@@ -92,9 +99,10 @@ class TorchAttention:
         count = self._batch.num_decodes
         if count == 0:
             return None
-        lengths = self._batch.context_lens[:count, None].long()
+        # padding has no context: it looks at one row of block 0, and nobody looks at its result
+        lengths = self._batch.context_lens[:count, None].long().clamp(min=1)
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
-        longest = max(self._context_lens[:count])
+        longest = int(lengths.max())
         steps = torch.arange(longest if window is None else min(longest, window))
         positions = first + steps
         blocks = self._batch.block_tables[:count].long()

@@ -1,16 +1,18 @@
-"""A step's arrays, moved to the device: one copy for each integer type."""
+"""A step's arrays, moved to the device, and what stays there between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.lora.batch import LoRAForwardBatch, build_lora_batch
-from lorakeet.server.engine.inputs import StepArrays
+from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
+from lorakeet.server.engine.inputs import Ints, StepArrays
 
-_ALIGNMENT = 16  # bytes; Triton compiles other code for tensors that start elsewhere
+_ALIGNMENT = 4  # int32; 16 bytes: Triton compiles other code for tensors that start elsewhere
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
@@ -21,47 +23,130 @@ def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_all(
-    arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic], device: torch.device
-) -> list[Tensor]:
-    """All arrays as `dtype` on the device, in their shapes, with a single copy."""
-    step = _ALIGNMENT // np.dtype(dtype).itemsize
-    sizes = [-(-array.size // step) * step for array in arrays]
-    packed = np.zeros(sum(sizes), dtype)
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.size] = array.ravel()
-    whole = upload(packed, device)
+def download(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Start a copy to the host; what is returned waits for it."""
+    if tensor.device.type != "cuda":
+        return tensor.numpy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> NDArray[Any]:
+        event.synchronize()
+        return host.numpy()
+
+    return wait
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Several arrays in one int32 buffer, so that a single copy moves them."""
+
+    values: NDArray[np.int32]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The arrays in a tensor that is laid out like `values`."""
+        places = zip(self.starts, self.sizes, strict=True)
+        return [whole[start : start + size] for start, size in places]
+
+
+def pack(arrays: Sequence[NDArray[np.integer]]) -> Packed:
+    """Flat arrays, each aligned. Their values fit 32 bits."""
+    sizes = [len(array) for array in arrays]
+    *starts, total = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
+    values = np.zeros(total, np.int32)
+    for start, size, array in zip(starts, sizes, arrays, strict=True):
+        values[start : start + size] = array
+    return Packed(values, tuple(map(int, starts)), tuple(sizes))
+
+
+def upload_all(arrays: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """All arrays on the device as int64, with a single copy."""
+    packed = pack(arrays)
+    return packed.views(upload(packed.values, device).long())
+
+
+class DeviceRows:
+    """What the device keeps of each row of `SequenceRows`: KV blocks and the last sampled token."""
+
+    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+        self.device = device
+        self.block_tables = torch.zeros((num_rows, max_blocks), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def set_blocks(self, places: Tensor, block_ids: Tensor) -> None:
+        """`places`: (N,) int64, flat; `block_ids`: (N,) int64."""
+        self.block_tables.view(-1).index_copy_(0, places, block_ids.int())
+
+    def set_last_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
+        self.last_tokens.index_copy_(0, rows, token_ids)
+
+    def resolve(self, token_ids: Tensor) -> Tensor:
+        """Token ids (T,) of a pass; -1 - row becomes the token sampled last in that row."""
+        rows = (-1 - token_ids).clamp_(min=0)
+        return torch.where(token_ids < 0, self.last_tokens[rows], token_ids)
+
+
+def pass_arrays(arrays: StepArrays) -> list[Ints]:
+    """What `make_batch` reads, in its order."""
     return [
-        whole[start : start + array.size].view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        arrays.token_ids,
+        arrays.positions,
+        arrays.kv_slots,
+        arrays.rows,
+        arrays.query_starts,
+        arrays.context_lens,
     ]
 
 
-def build_batch(
-    arrays: StepArrays,
-    token_slots: NDArray[np.int32],
-    logits_slots: NDArray[np.int32],
-    device: torch.device,
+def make_batch(
+    wide: Sequence[Tensor],
+    narrow: Sequence[Tensor],
+    rows: DeviceRows,
+    max_query_len: int,
+    max_context_len: int,
+    num_blocks: int,
+    num_decodes: int,
+    lora: LoRABatch | None,
 ) -> LoRAForwardBatch:
-    """The pass of `arrays`, with the slot of each token and of each row whose logits are wanted."""
-    token_ids, positions, kv_slots = upload_all(
-        [arrays.token_ids, arrays.positions, arrays.kv_slots], np.int64, device
-    )
-    block_tables, context_lens, query_starts = upload_all(
-        [arrays.block_tables, arrays.context_lens, arrays.query_starts], np.int32, device
-    )
-    counts = np.diff(arrays.query_starts)
+    """The pass of `pass_arrays` on the device, as int64 (`wide`) and as int32 (`narrow`).
+
+    `num_blocks`: KV blocks of the longest sequence. Launches depend on the sizes alone.
+    """
+    token_ids, positions, kv_slots, row_ids = wide[:4]
+    query_starts, context_lens = narrow[4:6]
     return LoRAForwardBatch(
-        token_ids=token_ids,
+        token_ids=rows.resolve(token_ids),
         positions=positions,
         kv_slots=kv_slots,
         query_starts=query_starts,
         context_lens=context_lens,
-        block_tables=block_tables,
-        num_decodes=int((counts == 1).sum()),
+        block_tables=rows.block_tables[:, :num_blocks].index_select(0, row_ids),
+        num_decodes=num_decodes,
+        max_query_len=max_query_len,
+        max_context_len=max_context_len,
+        lora=lora,
+        logits_lora=None,
+    )
+
+
+def build_batch(
+    arrays: StepArrays, rows: DeviceRows, block_size: int, lora: LoRABatch | None
+) -> LoRAForwardBatch:
+    """The pass of any step. No logits are asked for yet: `logits_lora` is None."""
+    packed = pack(pass_arrays(arrays))
+    narrow = upload(packed.values, rows.device)
+    counts = np.diff(arrays.query_starts)
+    max_context_len = int(arrays.context_lens.max())
+    return make_batch(
+        packed.views(narrow.long()),
+        packed.views(narrow),
+        rows,
         max_query_len=int(counts.max()),
-        max_context_len=int(arrays.context_lens.max()),
-        lora=build_lora_batch(token_slots, device),
-        logits_lora=build_lora_batch(logits_slots, device),
+        max_context_len=max_context_len,
+        num_blocks=-(-max_context_len // block_size),
+        num_decodes=int((counts == 1).sum()),
+        lora=lora,
     )

@@ -17,12 +17,16 @@ class StepArrays:
 
     rows: Ints  # (S,) row of each sequence
     token_rows: Ints  # (T,) row of each token's sequence
-    token_ids: Ints  # (T,)
+    token_ids: Ints  # (T,); -1 - row stands for the token sampled last in that row
     positions: Ints  # (T,)
     kv_slots: Ints  # (T,)
     query_starts: Ints  # (S + 1,)
     context_lens: Ints  # (S,)
-    block_tables: NDArray[np.int32]  # (S, blocks of the longest)
+
+    @property
+    def is_decode(self) -> bool:
+        """One token of each sequence."""
+        return len(self.token_ids) == len(self.rows)
 
 
 class SequenceRows:
@@ -38,7 +42,9 @@ class SequenceRows:
         self.blocks = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.slots = np.zeros(num_rows, np.int32)
+        self.seq_ids = np.full(num_rows, -1)
         self.sequences: dict[int, NewSequence] = {}  # by row
+        self._new_blocks: list[tuple[int, int, Sequence[int]]] = []  # row, first place, ids
         self._row_of: dict[SequenceId, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -47,31 +53,55 @@ class SequenceRows:
         row = self._row_of.pop(seq_id, None)
         if row is not None:
             del self.sequences[row]
+            self.seq_ids[row] = -1
             self._free.append(row)
 
-    def add(self, sequence: NewSequence) -> None:
+    def add(self, sequence: NewSequence) -> int:
+        """Returns the row that it gets."""
         assert sequence.seq_id not in self._row_of, f"sequence {sequence.seq_id} is known already"
         row = self._free.pop()
         self._row_of[sequence.seq_id] = row
         self.sequences[row] = sequence
+        self.seq_ids[row] = sequence.seq_id
         count = len(sequence.token_ids)
         self.token_ids[row, :count] = sequence.token_ids
         self.num_tokens[row] = count
         self.num_blocks[row] = 0
         self.add_blocks(row, sequence.block_ids)
         self.slots[row] = sequence.slot
+        return row
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = int(self.num_blocks[row])
         self.blocks[row, first : first + len(block_ids)] = block_ids
         self.num_blocks[row] = first + len(block_ids)
+        self._new_blocks.append((row, first, block_ids))
 
-    def append_tokens(self, rows: Ints, token_ids: Ints) -> None:
-        """Add one token to each of the rows; a row that is full stays as it is."""
-        fits = self.num_tokens[rows] < self.token_ids.shape[1]
-        rows, token_ids = rows[fits], token_ids[fits]
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def take_new_blocks(self) -> tuple[Ints, Ints]:
+        """What has changed in `blocks` since the last call: flat places, and what is there now."""
+        added, self._new_blocks = self._new_blocks, []
+        width = self.blocks.shape[1]
+        places = [row * width + first + np.arange(len(ids)) for row, first, ids in added]
+        if not places:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        flat = np.concatenate(places)
+        return flat, self.blocks.ravel()[flat].astype(np.int64)
+
+    def expect_tokens(self, rows: Ints) -> Ints:
+        """One more token in each of the rows, being sampled; a row that is full stays as it is.
+
+        Returns where the tokens will be: their positions.
+        """
+        positions = self.num_tokens[rows]
+        fits = positions < self.token_ids.shape[1]
+        self.token_ids[rows[fits], positions[fits]] = -1 - rows[fits]
+        self.num_tokens[rows[fits]] += 1
+        return positions
+
+    def set_tokens(self, rows: Ints, seq_ids: Ints, positions: Ints, token_ids: Ints) -> None:
+        """The tokens that were expected, for those sequences that are still in their rows."""
+        here = (self.seq_ids[rows] == seq_ids) & (positions < self.num_tokens[rows])
+        self.token_ids[rows[here], positions[here]] = token_ids[here]
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:
         """The pass that computes `scheduled`; takes in their new blocks."""
@@ -98,5 +128,4 @@ class SequenceRows:
             kv_slots=self.blocks[token_rows, block].astype(np.int64) * self.block_size + offset,
             query_starts=query_starts,
             context_lens=context_lens,
-            block_tables=self.blocks[rows, : num_blocks.max()],
         )

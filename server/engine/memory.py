@@ -147,7 +147,6 @@ def worst_arrays(settings: Settings, config: ModelConfig) -> StepArrays:
     counts[-1] += num_tokens - num_sequences
     query_starts = np.concatenate([[0], np.cumsum(counts)])
     context_lens = np.maximum(counts, max_model_len)
-    num_blocks = -(-int(context_lens.max()) // settings.block_size)
     positions = np.repeat(context_lens - query_starts[1:], counts) + np.arange(num_tokens)
     return StepArrays(
         rows=np.arange(num_sequences),
@@ -157,5 +156,4 @@ def worst_arrays(settings: Settings, config: ModelConfig) -> StepArrays:
         kv_slots=np.arange(num_tokens) % settings.block_size,
         query_starts=query_starts,
         context_lens=context_lens,
-        block_tables=np.zeros((num_sequences, num_blocks), np.int32),
     )

@@ -9,7 +9,6 @@ from lorakeet.server.engine.messages import (
     AddRequest,
     FinishReason,
     RequestOutput,
-    SamplingParams,
     TokenLogprob,
 )
 from lorakeet.server.engine.step import BlockId, Sampled, ScheduledSequence, SequenceId

@@ -1,10 +1,14 @@
-"""Executes a step on the model: slot loads, one forward pass, sampling."""
+"""Executes steps on the model: slot loads, one forward pass, sampling.
+
+`launch` only queues work on the device and returns at once on CUDA: sampled tokens stay there as
+the next step's input, and reach the host by a small copy that the step's result waits for.
+"""
 
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +29,23 @@ from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.weights import load_model
 from lorakeet.server.engine import memory
-from lorakeet.server.engine.device_batch import build_batch, upload
+from lorakeet.server.engine.device_batch import (
+    DeviceRows,
+    build_batch,
+    download,
+    upload,
+    upload_all,
+)
+from lorakeet.server.engine.graphs import DecodeGraphs
 from lorakeet.server.engine.inputs import Ints, SequenceRows, StepArrays
-from lorakeet.server.engine.messages import TokenLogprob
-from lorakeet.server.engine.sampling import NOT_FINITE, SamplingRows, read_samples, read_scores
+from lorakeet.server.engine.sampling import (
+    NOT_FINITE,
+    SamplingRows,
+    join_samples,
+    join_scores,
+    read_samples,
+    read_scores,
+)
 from lorakeet.server.engine.step import (
     Sampled,
     ScheduledSequence,
@@ -48,6 +65,33 @@ class _RunningLoad:
     slot: Slot
     write: PoolWrite
     started: float
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """L tokens on their way to the host, and for whom they are."""
+
+    rows: Ints
+    seq_ids: Ints
+    positions: Ints
+    num_logprobs: Ints
+    values: Callable[[], NDArray[np.float64]]  # of `join_samples`
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Scores of a run of prompt tokens on their way to the host."""
+
+    targets: Ints
+    values: Callable[[], NDArray[np.float64]]  # of `join_scores`
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a pass gives."""
+
+    samples: _Samples | None = None
+    scores: dict[SequenceId, list[_Scores]] = field(default_factory=dict)
 
 
 def choose_device(settings: Settings) -> torch.device:
@@ -93,30 +137,61 @@ class Runner:
         )
         wrap_model(self.model, self.pool, make_backend(self.device))
         self._loads: list[_RunningLoad] = []
+        self._logits_batch = _empty_batch(self.device)
+        self.graphs: DecodeGraphs | None = None
         self._allocate_cache()
+        if self.device.type == "cuda":
+            self.capture_graphs()
+        for part, num_bytes in self.memory_by_part().items():
+            logger.info("memory: %s %.2f GiB", part, num_bytes / 2**30)
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight: on CUDA, one runs while the next is prepared."""
+        return 2 if self.device.type == "cuda" else 1
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of weights, adapter pool and KV cache."""
+        """Bytes of weights, adapter pool, KV cache and CUDA graphs."""
         row_bytes = bytes_per_row(tuple(self.pool.specs.values()), self.dtype)
         block_bytes = kv_block_bytes(self.config, self.cache.block_size, self.dtype)
         return {
             "weights": sum(weight.nbytes for weight in self.model.parameters()),
             "adapter_pool": self.pool.num_rows * row_bytes,
             "kv_cache": self.cache.num_blocks * block_bytes,
+            "graphs": self._graph_bytes,
         }
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> StepResult:
-        """Do all that the step says. Non-finite logits are an error of their sequence alone.
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """Do all that the step says; what is returned waits for its result.
 
-        Slot copies run on beside the passes; a later result names them when they are complete.
+        Non-finite logits are an error of their sequence alone. Slot copies run on beside the
+        passes; a later result names them when they are complete.
         """
         for seq_id in step.released:
             self.rows.release(seq_id)
         for sequence in step.new:
-            self.rows.add(sequence)
+            self.sampling.add(self.rows.add(sequence), sequence)
         load_errors = self._start_loads(step.loads)
-        sampled, prompt_logprobs = self._forward(step.sequences) if step.sequences else ([], {})
+        outputs = self._forward(step.sequences) if step.sequences else _Outputs()
+        return partial(self._result, outputs, load_errors)
+
+    def _result(self, outputs: _Outputs, load_errors: dict[Slot, str]) -> StepResult:
+        sampled: list[Sampled] = []
+        if (samples := outputs.samples) is not None:
+            token_ids, sampled = read_samples(
+                samples.values(), samples.seq_ids, samples.num_logprobs
+            )
+            self.rows.set_tokens(samples.rows, samples.seq_ids, samples.positions, token_ids)
+        prompt_logprobs = {
+            seq_id: [score for part in parts for score in read_scores(part.targets, part.values())]
+            for seq_id, parts in outputs.scores.items()
+        }
+        sampled += [
+            Sampled(seq_id, 0, error=NOT_FINITE)
+            for seq_id, scores in prompt_logprobs.items()
+            if any(math.isnan(score.logprob) for score in scores)
+        ]
         loaded = self._finished_loads()
         return StepResult(
             sampled=tuple(sampled),
@@ -151,79 +226,73 @@ class Runner:
 
     # --- the pass ---
 
-    def _forward(
-        self, scheduled: Sequence[ScheduledSequence]
-    ) -> tuple[list[Sampled], dict[SequenceId, list[TokenLogprob]]]:
+    def _forward(self, scheduled: Sequence[ScheduledSequence]) -> _Outputs:
         arrays = self.rows.arrays(scheduled)
         samples = np.array([sequence.samples for sequence in scheduled])
         sampling_rows = arrays.rows[samples]
-        slots = self.rows.slots
-        batch = build_batch(arrays, slots[arrays.token_rows], slots[sampling_rows], self.device)
-        hidden = self.model(batch)
-        sampled: list[Sampled] = []
-        if sampling_rows.size:
-            last_tokens = upload(arrays.query_starts[1:][samples] - 1, self.device)
-            logits = self.model.compute_logits(hidden[last_tokens], batch)
-            seq_ids = [sequence.seq_id for sequence in scheduled if sequence.samples]
-            sampled = self._sample(logits, sampling_rows, seq_ids)
-        scores = self._score_prompts(scheduled, arrays, batch, hidden)
-        sampled += [
-            Sampled(seq_id, 0, error=NOT_FINITE)
-            for seq_id, logprobs in scores.items()
-            if any(math.isnan(logprob.logprob) for logprob in logprobs)
-        ]
-        return sampled, scores
+        last_tokens = arrays.query_starts[1:][samples] - 1
+        places, block_ids, rows, last = upload_all(
+            [*self.rows.take_new_blocks(), sampling_rows, last_tokens], self.device
+        )
+        self.device_rows.set_blocks(places, block_ids)
+        hidden = self._hidden(arrays)
+        scores = self._score_prompts(scheduled, arrays, hidden)
+        if sampling_rows.size == 0:
+            return _Outputs(None, scores)
+        logits = self._logits(hidden[last], self.rows.slots[sampling_rows])
+        output = sampler.sample(logits, self.sampling.batch(sampling_rows))
+        self.device_rows.set_last_tokens(rows, output.token_ids)
+        together = _Samples(
+            rows=sampling_rows,
+            seq_ids=self.rows.seq_ids[sampling_rows],
+            positions=self.rows.expect_tokens(sampling_rows),
+            num_logprobs=self.sampling.num_logprobs(sampling_rows),
+            values=download(join_samples(output)),
+        )
+        return _Outputs(together, scores)
 
-    def _sample(self, logits: Tensor, rows: Ints, seq_ids: Sequence[SequenceId]) -> list[Sampled]:
-        """A token for each row, which it takes in at once."""
-        choices, together = self.sampling.batch(rows.tolist())
-        output = sampler.sample(logits, together)
-        token_ids, sampled = read_samples(output, seq_ids, choices)
-        self.rows.append_tokens(rows, token_ids)
-        return sampled
+    def _hidden(self, arrays: StepArrays) -> Tensor:
+        """Hidden states of the pass: (T, hidden_size)."""
+        if self.graphs is not None and arrays.is_decode:
+            return self.graphs.run(arrays, self.rows.slots[arrays.rows])
+        lora = build_lora_batch(self.rows.slots[arrays.token_rows], self.device)
+        batch = build_batch(arrays, self.device_rows, self.settings.block_size, lora)
+        return self.model(batch)  # type: ignore[no-any-return]
+
+    def _logits(self, hidden: Tensor, slots: NDArray[np.int32]) -> Tensor:
+        """Logits of rows of hidden states, each with the slot of its adapter."""
+        lora = build_lora_batch(slots, self.device)
+        return self.model.compute_logits(hidden, replace(self._logits_batch, logits_lora=lora))
 
     def _score_prompts(
-        self,
-        scheduled: Sequence[ScheduledSequence],
-        arrays: StepArrays,
-        batch: LoRAForwardBatch,
-        hidden: Tensor,
-    ) -> dict[SequenceId, list[TokenLogprob]]:
+        self, scheduled: Sequence[ScheduledSequence], arrays: StepArrays, hidden: Tensor
+    ) -> dict[SequenceId, list[_Scores]]:
         """Scores of the prompt tokens that this pass predicts, of sequences that asked for them."""
-        scores: dict[SequenceId, list[TokenLogprob]] = {}
-        for index, sequence in enumerate(scheduled):
-            row = int(arrays.rows[index])
+        scores: dict[SequenceId, list[_Scores]] = {}
+        for index in np.flatnonzero(self.sampling.scores_prompt(arrays.rows)).tolist():
+            sequence, row = scheduled[index], int(arrays.rows[index])
             known = self.rows.sequences[row]
             num_top = known.sampling.prompt_logprobs
-            stop = min(sequence.start + sequence.num_tokens, known.num_prompt_tokens - 1)
-            if num_top is None or stop <= sequence.start:
+            assert num_top is not None
+            stop = min(sequence.end, known.num_prompt_tokens - 1)
+            if stop <= sequence.start:
                 continue
-            targets = self.rows.token_ids[row, sequence.start + 1 : stop + 1]
+            targets = self.rows.token_ids[row, sequence.start + 1 : stop + 1].astype(np.int64)
             first = int(arrays.query_starts[index])
             hidden_rows = hidden[first : first + len(targets)]
-            slot = self.rows.slots[row]
-            scores[sequence.seq_id] = self._score(hidden_rows, targets, slot, num_top, batch)
+            scores[sequence.seq_id] = self._score(hidden_rows, targets, known.slot, num_top)
         return scores
 
-    def _score(
-        self,
-        hidden: Tensor,
-        targets: NDArray[np.int32],
-        slot: np.int32,
-        num_top: int,
-        batch: LoRAForwardBatch,
-    ) -> list[TokenLogprob]:
+    def _score(self, hidden: Tensor, targets: Ints, slot: Slot, num_top: int) -> list[_Scores]:
         """Rows of logits in chunks of bounded size, each with LoRA batch info of its own."""
         size = max(1, _SCORED_LOGITS // self.config.vocab_size)
-        scores: list[TokenLogprob] = []
+        scores: list[_Scores] = []
         for start in range(0, len(targets), size):
-            chunk = targets[start : start + size].astype(np.int64)
-            lora = build_lora_batch(np.full(len(chunk), slot), self.device)
-            rows = hidden[start : start + len(chunk)]
-            logits = self.model.compute_logits(rows, replace(batch, logits_lora=lora))
-            scores += read_scores(
-                chunk, *sampler.score(logits, upload(chunk, self.device), num_top)
-            )
+            chunk = targets[start : start + size]
+            slots = np.full(len(chunk), slot, np.int32)
+            logits = self._logits(hidden[start : start + len(chunk)], slots)
+            values = sampler.score(logits, upload(chunk, self.device), num_top)
+            scores.append(_Scores(chunk, download(join_scores(*values))))
         return scores
 
     # --- memory ---
@@ -237,17 +306,39 @@ class Runner:
             dtype=self.dtype,
             device=self.device,
         )
+        max_len = settings.max_model_len or self.config.max_position_embeddings
+        max_len = max(max_len, settings.max_num_batched_tokens)  # of the worst pass
+        self.device_rows = self._make_device_rows(max_len)
+        self._graph_bytes = 0
         if self.device.type == "cuda":
-            self.model.bind_kv_cache(allocate(1))  # all that the trial pass writes goes there
+            self.model.bind_kv_cache(allocate(1))  # all that the trial passes write goes there
         available = memory.kv_memory(settings, self.device, self._worst_pass)
-        size = memory.cache_size(settings, self.config, self.dtype, available)
+        if self.device.type == "cuda":
+            self._graph_bytes = self._make_graphs(max_len).estimate_memory(
+                partial(memory.free_memory, self.device)
+            )
+            logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
+        size = memory.cache_size(settings, self.config, self.dtype, available - self._graph_bytes)
         self.max_model_len = size.max_model_len
         self.cache = allocate(size.num_blocks)
         self.model.bind_kv_cache(self.cache)
         self.rows = SequenceRows(settings.max_num_seqs, self.max_model_len, block_size)
+        self.device_rows = self._make_device_rows(self.max_model_len)
         self.sampling = SamplingRows(self.rows, self.config.vocab_size, self.device)
-        for part, num_bytes in self.memory_by_part().items():
-            logger.info("memory: %s %.2f GiB", part, num_bytes / 2**30)
+
+    def capture_graphs(self) -> None:
+        """From now on decode steps are replayed. (On the CPU: they run on the static batches.)"""
+        graphs = self._make_graphs(self.max_model_len)
+        graphs.capture_all()
+        self.graphs = graphs
+
+    def _make_graphs(self, max_context_len: int) -> DecodeGraphs:
+        max_num_seqs, max_loras = self.settings.max_num_seqs, self.settings.max_loras
+        return DecodeGraphs(self.model, self.device_rows, max_num_seqs, max_loras, max_context_len)
+
+    def _make_device_rows(self, max_model_len: int) -> DeviceRows:
+        max_blocks = -(-max_model_len // self.settings.block_size)
+        return DeviceRows(self.settings.max_num_seqs, max_blocks, self.device)
 
     @torch.inference_mode()
     def _worst_pass(self) -> None:
@@ -257,11 +348,28 @@ class Runner:
         arrays = memory.worst_arrays(settings, self.config)
         slots = (np.arange(len(arrays.token_ids)) % settings.max_loras + 1).astype(np.int32)
         num_rows = len(arrays.context_lens)
-        batch = build_batch(arrays, slots, slots[:num_rows], self.device)
-        hidden = self.model(batch)
-        logits = self.model.compute_logits(hidden[:num_rows], batch)
+        lora = build_lora_batch(slots, self.device)
+        hidden = self.model(build_batch(arrays, self.device_rows, settings.block_size, lora))
+        logits = self._logits(hidden[:num_rows], slots[:num_rows])
         choices = [memory.WORST_SAMPLING] * num_rows
         sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
         del logits
-        targets = np.zeros(len(hidden), np.int32)
-        self._score(hidden, targets, slots[0], memory.MAX_LOGPROBS, batch)
+        self._score(hidden, np.zeros(len(hidden), np.int64), Slot(1), memory.MAX_LOGPROBS)
+
+
+def _empty_batch(device: torch.device) -> LoRAForwardBatch:
+    """For the output head, which reads nothing of a batch but `logits_lora`."""
+    ids, counts = (torch.zeros(0, dtype=t, device=device) for t in (torch.int64, torch.int32))
+    return LoRAForwardBatch(
+        token_ids=ids,
+        positions=ids,
+        kv_slots=ids,
+        query_starts=counts,
+        context_lens=counts,
+        block_tables=counts,
+        num_decodes=0,
+        max_query_len=0,
+        max_context_len=0,
+        lora=None,
+        logits_lora=None,
+    )

@@ -1,73 +1,103 @@
 """From a sequence's SamplingParams to the sampler's rows, and from its output to messages."""
 
 import secrets
-from collections.abc import Sequence
-from operator import is_
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.models.sampler import SamplerOutput, SamplingBatch, SamplingRow, build
-from lorakeet.server.engine.inputs import SequenceRows
-from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
-from lorakeet.server.engine.step import NewSequence, Sampled, SequenceId
+from lorakeet.models.sampler import (
+    SamplerOutput,
+    SamplingBatch,
+    SamplingColumns,
+    SamplingRow,
+    build_columns,
+)
+from lorakeet.server.engine.inputs import Ints, SequenceRows
+from lorakeet.server.engine.messages import TokenLogprob
+from lorakeet.server.engine.step import NewSequence, Sampled
 
 NOT_FINITE = "the model's output is not finite for this request (NaN or infinity)"
 _ENGINE_SEED = secrets.randbits(62)  # for requests without a seed
 
 
 class SamplingRows:
-    """Makes the sampler's rows of `sequences`; one that can never change is made once."""
+    """How the next tokens of the rows of `sequences` are chosen: a column for each parameter.
+
+    Only rows that edit logits need work of their own in a step.
+    """
 
     def __init__(self, sequences: SequenceRows, vocab_size: int, device: torch.device) -> None:
         self._sequences = sequences
         self._vocab_size = vocab_size
         self._device = device
-        self._fixed: dict[int, tuple[NewSequence, SamplingRow]] = {}  # by row
-        self._last: tuple[list[SamplingRow], SamplingBatch] | None = None
+        num_rows = len(sequences.slots)
+        self._num_prompt = np.zeros(num_rows, np.int64)
+        self._seeds = np.zeros(num_rows, np.uint64)
+        self._temperature = np.zeros(num_rows)
+        self._top_k = np.zeros(num_rows, np.int64)
+        self._top_p = np.zeros(num_rows)
+        self._min_p = np.zeros(num_rows)
+        self._num_logprobs = np.zeros(num_rows, np.int64)  # -1: none are wanted
+        self._edits = np.zeros(num_rows, np.bool_)
+        self._scores_prompt = np.zeros(num_rows, np.bool_)
 
-    def batch(self, rows: Sequence[int]) -> tuple[list[SamplingRow], SamplingBatch]:
-        """How the next tokens of the sequences in `rows` are chosen, a row each and together."""
-        choices = [self.row(row) for row in rows]
-        last = self._last
-        if last is None or len(last[0]) != len(choices) or not all(map(is_, last[0], choices)):
-            last = self._last = choices, build(choices, self._vocab_size, self._device)
-        return last
+    def add(self, row: int, sequence: NewSequence) -> None:
+        """A sequence that has just got this row."""
+        params = sequence.sampling
+        # The id, not the row: after a preemption the same numbers must come again.
+        seed = _ENGINE_SEED + sequence.seq_id if params.seed is None else params.seed
+        self._num_prompt[row] = sequence.num_prompt_tokens
+        self._seeds[row] = seed % 2**64
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._edits[row] = params.has_penalty or params.logit_bias or params.min_tokens
+        self._scores_prompt[row] = params.prompt_logprobs is not None
 
-    def row(self, row: int) -> SamplingRow:
-        """How the next token of the sequence in `row` is chosen."""
+    def scores_prompt(self, rows: Ints) -> NDArray[np.bool_]:
+        """Which rows want their prompt scored."""
+        return self._scores_prompt[rows]
+
+    def num_logprobs(self, rows: Ints) -> Ints:
+        """How many alternatives each row wants reported; -1: not even its own log-probability."""
+        return self._num_logprobs[rows]
+
+    def batch(self, rows: Ints) -> SamplingBatch:
+        """How the next token of each row is chosen."""
+        columns = SamplingColumns(
+            seed=self._seeds[rows],
+            token_index=self._sequences.num_tokens[rows] - self._num_prompt[rows],
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+        )
+        edited = {
+            index: self._edited_row(int(rows[index]))
+            for index in np.flatnonzero(self._edits[rows]).tolist()
+        }
+        wanted = int(self._num_logprobs[rows].max())
+        num_logprobs = None if wanted < 0 else wanted
+        return build_columns(columns, edited, num_logprobs, self._vocab_size, self._device)
+
+    def _edited_row(self, row: int) -> SamplingRow:
+        """Penalties, biases and bans. With penalties, all tokens of the row are known."""
         sequence = self._sequences.sequences[row]
-        fixed = self._fixed.get(row)
-        if fixed is not None and fixed[0] is sequence:
-            return fixed[1]
-        made = self._make(row, sequence)
-        if _is_fixed(sequence.sampling):
-            self._fixed[row] = (sequence, made)
-        return made
-
-    def _make(self, row: int, sequence: NewSequence) -> SamplingRow:
         params = sequence.sampling
         num_tokens = int(self._sequences.num_tokens[row])
         num_prompt = sequence.num_prompt_tokens
-        token_index = num_tokens - num_prompt
         banned: tuple[int, ...] = ()
-        if token_index < params.min_tokens:
+        if num_tokens - num_prompt < params.min_tokens:
             banned = params.stop_token_ids
             if not params.ignore_eos:
                 banned += sequence.eos_token_ids
-        penalised = _has_penalty(params)
-        known = self._sequences.token_ids[row, :num_tokens].tolist() if penalised else []
-        # The id, not the row: after a preemption the same numbers must come again.
-        seed = _ENGINE_SEED + sequence.seq_id if params.seed is None else params.seed
+        known = self._sequences.token_ids[row, :num_tokens].tolist() if params.has_penalty else []
+        assert min(known, default=0) >= 0, "a token that a penalty counts is still in flight"
         return SamplingRow(
-            seed=seed,
-            token_index=token_index,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -75,56 +105,49 @@ class SamplingRows:
             banned_ids=banned,
             prompt_ids=known[:num_prompt],
             output_ids=known[num_prompt:],
-            num_logprobs=params.logprobs,
         )
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    )
-
-
-def _is_fixed(params: SamplingParams) -> bool:
-    """Greedy, and nothing depends on what was generated."""
-    return params.temperature == 0.0 and not params.min_tokens and not _has_penalty(params)
-
-
-def read_samples(
-    output: SamplerOutput, seq_ids: Sequence[SequenceId], choices: Sequence[SamplingRow]
-) -> tuple[NDArray[np.int64], list[Sampled]]:
-    """The chosen tokens (L,), and the same as a result for each sequence. One copy to the host."""
+def join_samples(output: SamplerOutput) -> Tensor:
+    """What `read_samples` reads, in one tensor: float64 holds ids and float32 values exactly."""
     parts = [output.token_ids[:, None], output.failed[:, None]]
     if output.logprobs is not None:
         assert output.top_ids is not None
         assert output.top_logprobs is not None
         parts += [output.logprobs[:, None], output.top_ids, output.top_logprobs]
-    # float64 holds token ids and float32 values exactly
-    values = torch.cat([part.double() for part in parts], dim=1).cpu().numpy()
+    return torch.cat([part.double() for part in parts], dim=1)
+
+
+def read_samples(
+    values: NDArray[np.float64], seq_ids: Ints, num_logprobs: Ints
+) -> tuple[Ints, list[Sampled]]:
+    """The chosen tokens (L,), and the same as a result for each sequence."""
     token_ids = values[:, 0].astype(np.int64)
+    sampled = [
+        Sampled(seq_id, token_id)
+        for seq_id, token_id in zip(seq_ids.tolist(), token_ids.tolist(), strict=True)
+    ]
     num_top = (values.shape[1] - 3) // 2
-    sampled = []
-    for index, (seq_id, token_id, failed) in enumerate(
-        zip(seq_ids, token_ids.tolist(), values[:, 1].tolist(), strict=True)
-    ):
-        wanted = choices[index].num_logprobs
-        if failed:
-            sampled.append(Sampled(seq_id, token_id, error=NOT_FINITE))
-        elif wanted is None:
-            sampled.append(Sampled(seq_id, token_id))
-        else:
-            top_ids, top = np.split(values[index, 3:], [num_top])
-            logprob = _token_logprob(token_id, values[index, 2], top_ids[:wanted], top[:wanted])
-            sampled.append(Sampled(seq_id, token_id, logprob))
+    for index in np.flatnonzero((values[:, 1] > 0) | (num_logprobs >= 0)).tolist():
+        seq_id, token_id = sampled[index].seq_id, sampled[index].token_id
+        if values[index, 1]:
+            sampled[index] = Sampled(seq_id, token_id, error=NOT_FINITE)
+            continue
+        wanted = num_logprobs[index]
+        top_ids, top = np.split(values[index, 3:], [num_top])
+        logprob = _token_logprob(token_id, values[index, 2], top_ids[:wanted], top[:wanted])
+        sampled[index] = Sampled(seq_id, token_id, logprob)
     return token_ids, sampled
 
 
-def read_scores(
-    targets: NDArray[np.int64], logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor
-) -> list[TokenLogprob]:
-    """What `sampler.score` gave, as messages."""
-    values = torch.cat([logprobs[:, None].double(), top_ids, top_logprobs], dim=1).cpu().numpy()
-    num_top = top_ids.shape[1]
+def join_scores(logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
+    """What `read_scores` reads of `sampler.score`, in one tensor."""
+    return torch.cat([logprobs[:, None].double(), top_ids, top_logprobs], dim=1)
+
+
+def read_scores(targets: Ints, values: NDArray[np.float64]) -> list[TokenLogprob]:
+    """Scores of the tokens `targets`, as messages."""
+    num_top = (values.shape[1] - 1) // 2
     return [
         _token_logprob(int(target), row[0], row[1 : 1 + num_top], row[1 + num_top :])
         for target, row in zip(targets, values, strict=True)

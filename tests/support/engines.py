@@ -1,5 +1,7 @@
 """A real runner and scheduler, driven step by step in the test's own thread."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lorakeet.server.engine.messages import (
 )
 from lorakeet.server.engine.run import make_scheduler
 from lorakeet.server.engine.runner import Runner
+from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter
 
 
@@ -58,7 +61,9 @@ class Collected:
 class StepEngine:
     """Requests go in with `add`; `run` steps until all have ended."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, depth: int = 1, **settings: Any) -> None:
+        self.depth = depth
+        self._in_flight: deque[tuple[Step, Callable[[], StepResult]]] = deque()
         self.settings = cpu_settings(model, **settings)
         self.runner = Runner(self.settings, model)
         self.scheduler = make_scheduler(self.settings, self.runner)
@@ -80,13 +85,20 @@ class StepEngine:
         self.scheduler.add(request)
 
     def step(self) -> None:
-        step = self.scheduler.schedule()
-        for output in self.scheduler.apply(step, self.runner.execute(step)):
-            self.results[output.request_id].take(output)
+        """As `EngineLoop._step`, with `depth` steps in flight."""
+        has_launched = False
+        if self.scheduler.has_work and self.scheduler.can_schedule:
+            step = self.scheduler.schedule()
+            self._in_flight.append((step, self.runner.launch(step)))
+            has_launched = bool(step.sequences)
+        if self._in_flight and not (has_launched and len(self._in_flight) < self.depth):
+            step, wait = self._in_flight.popleft()
+            for output in self.scheduler.apply(step, wait()):
+                self.results[output.request_id].take(output)
 
     def run(self) -> dict[str, Collected]:
         for _ in range(2000):
-            if not self.scheduler.has_work:
+            if not (self.scheduler.has_work or self._in_flight):
                 self.scheduler.check()
                 assert self.scheduler.stats().kv_blocks_used == 0
                 return self.results

@@ -299,17 +299,17 @@ def test_shutdown_ends_open_streams_with_an_error(model: Path) -> None:
 def test_a_fault_of_the_step_is_the_end_of_the_engine(
     model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute = Runner.execute
+    launch = Runner.launch
     steps = 0
 
-    def fail_at_fifth(self: Runner, step: Step) -> StepResult:
+    def fail_at_fifth(self: Runner, step: Step) -> Callable[[], StepResult]:
         nonlocal steps
         steps += 1
         if steps == 5:
             raise RuntimeError("the device is on fire")
-        return execute(self, step)
+        return launch(self, step)
 
-    monkeypatch.setattr(Runner, "execute", fail_at_fifth)
+    monkeypatch.setattr(Runner, "launch", fail_at_fifth)
 
     async def test() -> None:
         async with engine_of(model) as engine:

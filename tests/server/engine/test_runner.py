@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lorakeet.configs.settings import SettingsError
 from lorakeet.lora.adapter import AdapterId, Slot
 from lorakeet.models.config import load_config
 from lorakeet.server.engine import memory
-from lorakeet.server.engine.device_batch import upload_all
+from lorakeet.server.engine.device_batch import DeviceRows, pack, upload_all
 from lorakeet.server.engine.inputs import SequenceRows
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 from lorakeet.server.engine.step import (
@@ -61,7 +62,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
-def engine_with_adapters(files: Files, **settings: object) -> StepEngine:
+def engine_with_adapters(files: Files, **settings: Any) -> StepEngine:
     engine = StepEngine(files.model, **settings)
     for path in files.adapters[1:]:
         assert path is not None
@@ -211,11 +212,11 @@ def test_a_copy_that_fails_is_reported_and_the_slot_can_be_used_again(files: Fil
     engine = engine_with_adapters(files)
     adapter_id = AdapterId(1)
     too_few = SlotLoad(adapter_id, Slot(1), (0,))
-    result = engine.runner.execute(Step(loads=(too_few,)))
+    result = engine.runner.launch(Step(loads=(too_few,)))()
     assert list(result.load_errors) == [1]
     assert result.loaded == ()
     rows = tuple(range(engine.runner.host_store.get(adapter_id).rank))
-    result = engine.runner.execute(Step(loads=(SlotLoad(adapter_id, Slot(1), rows),)))
+    result = engine.runner.launch(Step(loads=(SlotLoad(adapter_id, Slot(1), rows),)))()
     assert result.loaded == (1,)
     assert len(result.load_seconds) == 1
 
@@ -259,7 +260,10 @@ def test_arrays_say_what_a_plain_loop_says(data: st.DataObject) -> None:
     assert arrays.context_lens.tolist() == [end for _, _, _, end, _ in expected]
     starts = np.cumsum([0, *(end - start for _, _, start, end, _ in expected)])
     assert arrays.query_starts.tolist() == starts.tolist()
-    for row, (_, table, _, _, _) in zip(arrays.block_tables.tolist(), expected, strict=True):
+    on_device = DeviceRows(4, rows.blocks.shape[1], torch.device("cpu"))
+    on_device.set_blocks(*map(torch.from_numpy, rows.take_new_blocks()))
+    tables = on_device.block_tables[arrays.rows].tolist()
+    for row, (_, table, _, _, _) in zip(tables, expected, strict=True):
         assert row[: len(table)] == table
 
 
@@ -268,14 +272,35 @@ def test_rows_are_used_again_and_hold_nothing_of_the_last_sequence() -> None:
     for number in range(3):
         seq_id = SequenceId(number)
         prompt = (number,) * 3
-        rows.add(NewSequence(seq_id, prompt, 3, SamplingParams(), (), Slot(0), ()))
+        assert rows.add(NewSequence(seq_id, prompt, 3, SamplingParams(), (), Slot(0), ())) == 0
         blocks = (BlockId(number), BlockId(number + 5))
         arrays = rows.arrays([ScheduledSequence(seq_id, 0, 3, blocks, samples=True)])
-        assert arrays.block_tables.tolist() == [list(blocks)]
-        rows.append_tokens(arrays.rows, np.array([7]))
+        places, block_ids = rows.take_new_blocks()
+        assert (places.tolist(), block_ids.tolist()) == ([0, 1], list(blocks))
+        rows.expect_tokens(arrays.rows)
         assert rows.num_tokens.tolist() == [4]
         rows.release(seq_id)
         rows.release(seq_id)  # it is forgotten already
+
+
+def test_tokens_in_flight_reach_only_the_sequence_that_they_are_for() -> None:
+    rows = SequenceRows(num_rows=2, max_model_len=4, block_size=2)
+    for number in range(2):
+        seq_id = SequenceId(number)
+        rows.add(NewSequence(seq_id, (5, 6), 2, SamplingParams(), (), Slot(0), (BlockId(0),)))
+    both, seq_ids = np.arange(2), rows.seq_ids.copy()
+    positions = rows.expect_tokens(both)
+    assert positions.tolist() == [2, 2]
+    decode = rows.arrays([ScheduledSequence(SequenceId(1), 2, 1, (BlockId(1),), samples=True)])
+    on_device = DeviceRows(2, 2, torch.device("cpu"))
+    on_device.set_last_tokens(torch.tensor([0, 1]), torch.tensor([70, 80]))
+    assert on_device.resolve(torch.from_numpy(decode.token_ids)).tolist() == [80]
+    assert on_device.resolve(torch.tensor([3, -2, -1])).tolist() == [3, 80, 70]
+
+    rows.release(SequenceId(0))
+    rows.add(NewSequence(SequenceId(2), (7, 8, 9), 3, SamplingParams(), (), Slot(0), ()))
+    rows.set_tokens(both, seq_ids, positions, np.array([70, 80]))
+    assert rows.token_ids[:, :3].tolist() == [[7, 8, 9], [5, 6, 80]]
 
 
 def test_too_few_blocks_are_found_out() -> None:
@@ -285,14 +310,15 @@ def test_too_few_blocks_are_found_out() -> None:
         rows.arrays([ScheduledSequence(SequenceId(0), 0, 3, (BlockId(0),), samples=True)])
 
 
-def test_one_upload_holds_all_arrays_each_aligned() -> None:
-    arrays = [np.arange(6).reshape(2, 3), np.arange(5), np.arange(1)]
-    tensors = upload_all(arrays, np.int32, torch.device("cpu"))
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    for tensor, array in zip(tensors, arrays, strict=True):
+def test_one_buffer_holds_all_arrays_each_aligned() -> None:
+    arrays = [np.arange(6), np.arange(5) - 2, np.arange(0), np.arange(1)]
+    packed = pack(arrays)
+    for tensor, array in zip(packed.views(torch.from_numpy(packed.values)), arrays, strict=True):
         assert tensor.tolist() == array.tolist()
         assert tensor.dtype == torch.int32
         assert tensor.storage_offset() * 4 % 16 == 0
+    uploaded = upload_all(arrays, torch.device("cpu"))
+    assert [tensor.tolist() for tensor in uploaded] == [array.tolist() for array in arrays]
 
 
 # --- memory ---
@@ -310,6 +336,7 @@ def test_max_model_len_gives_way_only_if_it_was_left_out(
 ) -> None:
     config = load_config(files.model)
     room = 10 * 4 * 768  # ten blocks of four tokens
+    caplog.set_level("WARNING", "lorakeet")
     size = memory.cache_size(cpu_settings(files.model), config, torch.float32, room)
     assert size == memory.CacheSize(num_blocks=10, max_model_len=40)
     assert "max_model_len is lowered to 40" in caplog.text

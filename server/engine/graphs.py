@@ -1,0 +1,197 @@
+"""Decode steps in CUDA graphs: a launch for each step instead of hundreds of them.
+
+A graph repeats its kernels on the same tensors. So a step's values are copied into a *static
+batch*, padded to one of a few sizes, and the graph of that size is replayed. There are two sets:
+one for steps without any adapter, which holds no LoRA kernel at all, and one for every mix of
+adapters and ranks, which are values in the batch's segments and in the pool's tables.
+
+A static batch is an ordinary `LoRAForwardBatch`: on the CPU the same code runs the pass on it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from lorakeet.kernels.segments import Segments, build_segments, most_segments
+from lorakeet.lora.batch import DECODE_BLOCK, LoRABatch, LoRAForwardBatch
+from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
+from lorakeet.server.engine.inputs import Ints, StepArrays
+
+_NO_KV_SLOT = -1  # nothing is written for a padding row
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture, ascending: past 32 sequences, at most a fifth of a batch is padding.
+
+    >>> graph_sizes(100)
+    [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+    """
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < max_num_seqs:
+        last = sizes[-1]
+        sizes.append(last + max(8, 2 ** (last.bit_length() - 3)))
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class StaticBatch:
+    """A decode pass of `size` sequences in tensors that stay in their place.
+
+    Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
+    key and value go nowhere, without an adapter. `num_segments`: None, no row has an adapter.
+    """
+
+    def __init__(
+        self, size: int, rows: DeviceRows, max_context_len: int, num_segments: int | None
+    ) -> None:
+        self.size = size
+        self._rows = rows
+        self._max_context_len = max_context_len
+        self._num_segments = num_segments
+        nobody = StepArrays(*[np.zeros(0, np.int64)] * 7)
+        self._packed = pack(self._arrays(nobody, np.zeros(0, np.int32)))
+        self._values = torch.from_numpy(self._packed.values).to(rows.device)
+        if num_segments is not None:
+            self._scalings = torch.ones(num_segments, device=rows.device)
+
+    def fill(self, arrays: StepArrays, slots: NDArray[np.int32]) -> None:
+        """Take in a step of at most `size` sequences; `slots` (S,) of each."""
+        values = torch.from_numpy(pack(self._arrays(arrays, slots)).values)
+        if self._values.is_cuda:
+            values = values.pin_memory()
+        self._values.copy_(values, non_blocking=True)
+
+    def batch(self) -> LoRAForwardBatch:
+        """The pass; what this launches belongs into the graph."""
+        narrow = self._packed.views(self._values)
+        return make_batch(
+            self._packed.views(self._values.long()),
+            narrow,
+            self._rows,
+            max_query_len=1,
+            max_context_len=self._max_context_len,
+            num_blocks=self._rows.block_tables.shape[1],
+            num_decodes=self.size,
+            lora=None if self._num_segments is None else self._lora(narrow[6:]),
+        )
+
+    def _lora(self, parts: list[Tensor]) -> LoRABatch:
+        permutation, starts, lengths, weight_indices = parts
+        return LoRABatch(
+            Segments(permutation, starts, lengths, weight_indices, self._scalings, DECODE_BLOCK)
+        )
+
+    def _arrays(self, arrays: StepArrays, slots: NDArray[np.int32]) -> list[Ints]:
+        token_ids, positions, kv_slots, rows, _, context_lens = pass_arrays(arrays)
+        padded = [
+            _pad(token_ids, self.size),
+            _pad(positions, self.size),
+            _pad(kv_slots, self.size, _NO_KV_SLOT),
+            _pad(rows, self.size),
+            np.arange(self.size + 1),
+            _pad(context_lens, self.size),
+        ]
+        return padded if self._num_segments is None else padded + self._segments(slots)
+
+    def _segments(self, slots: NDArray[np.int32]) -> list[Ints]:
+        """Permutation, starts, lengths and weight indices, padded."""
+        count = self._num_segments
+        assert count is not None
+        # the fused kernels of CUDA want every row in a segment, also those without an adapter
+        fused = self._rows.device.type == "cuda"
+        padded = _pad(slots, self.size).astype(np.int32)
+        found = build_segments(padded, DECODE_BLOCK, base_rows=fused)
+        if found is None:
+            return [np.zeros(size, np.int64) for size in (self.size, count, count, count)]
+        return [
+            _pad(found.permutation.numpy(), self.size),
+            _pad(found.starts.numpy(), count),
+            _pad(found.lengths.numpy(), count),
+            _pad(found.weight_indices.numpy(), count),
+        ]
+
+
+class DecodeGraphs:
+    """The model's pass over one token each of up to `max_num_seqs` sequences."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        rows: DeviceRows,
+        max_num_seqs: int,
+        max_loras: int,
+        max_context_len: int,
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._max_loras = max_loras
+        self._max_context_len = max_context_len
+        self.sizes = graph_sizes(max_num_seqs)
+        self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """The largest first: the others fit into the memory that it took."""
+        with tqdm(total=2 * len(self.sizes), desc="Capturing CUDA graphs", unit="graph") as bar:
+            for size in reversed(self.sizes):
+                for with_lora in (True, False):
+                    self._capture(size, with_lora)
+                    bar.update()
+
+    @torch.inference_mode()
+    def estimate_memory(self, free_memory: Callable[[], int]) -> int:
+        """Bytes that `capture_all` will take, from the two largest graphs, which are captured here.
+
+        They share the memory for activations, so the second shows what each graph takes for itself.
+        """
+        free = [free_memory()]
+        for with_lora in (True, False):
+            self._capture(self.sizes[-1], with_lora)
+            free.append(free_memory())
+        return free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
+
+    def run(self, arrays: StepArrays, slots: NDArray[np.int32]) -> Tensor:
+        """Hidden states of a step with one token for each sequence; `slots` (S,) of each.
+
+        They are valid until the next call.
+        """
+        count = len(slots)
+        size = next(size for size in self.sizes if size >= count)
+        static, replay = self._graphs[size, bool(slots.any())]
+        static.fill(arrays, slots)
+        return replay()[:count]
+
+    def _capture(self, size: int, with_lora: bool) -> None:
+        segments = most_segments(size, self._max_loras + 1, DECODE_BLOCK) if with_lora else None
+        static = StaticBatch(size, self._rows, self._max_context_len, segments)
+
+        def run() -> Tensor:
+            return self._model(static.batch())  # type: ignore[no-any-return]
+
+        self._graphs[size, with_lora] = static, self._record(run)
+
+    def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Something that repeats on the device what `run` launches; on the CPU, `run` itself."""
+        if self._pool is None:
+            return run
+        run()  # compiles kernels, and lets libraries set up what cannot be captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return hidden
+
+        return replay
+
+
+def _pad(values: NDArray[np.integer], size: int, value: int = 0) -> Ints:
+    padded = np.full(size, value)
+    padded[: len(values)] = values
+    return padded

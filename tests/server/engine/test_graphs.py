@@ -1,0 +1,198 @@
+"""Decode on padded static batches: what CUDA graphs capture, run eagerly on the CPU (B07)."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.server.engine.device_batch import DeviceRows
+from lorakeet.server.engine.graphs import StaticBatch, graph_sizes
+from lorakeet.server.engine.inputs import StepArrays
+from lorakeet.server.engine.step import Step
+from support.adapters import make_adapter, peft_greedy
+from support.engines import StepEngine, overflowing_adapter
+from support.models import VOCAB_SIZE, tiny_model
+
+MAX_SEQS = 20  # sizes 1, 2, 4, 8, 16, 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("graphs") / "model")
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> tuple[Path, ...]:
+    folder = model.parent
+    ends = ["embed_tokens", "lm_head", "o_proj"]
+    return (
+        make_adapter(folder / "a", model, seed=1, r=8),
+        make_adapter(folder / "b", model, seed=2, r=3, target_modules=["q_proj", "down_proj"]),
+        make_adapter(folder / "c", model, seed=3, r=5, target_modules=ends),
+        overflowing_adapter(folder / "broken", model),
+    )
+
+
+def engine_of(model: Path, adapters: tuple[Path, ...], graphs: bool, depth: int = 1) -> StepEngine:
+    engine = StepEngine(model, depth, max_num_seqs=MAX_SEQS)
+    for path in adapters:
+        engine.load(path)
+    if graphs:
+        engine.runner.capture_graphs()
+    return engine
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def note_runs(engine: StepEngine) -> list[tuple[int, bool, int]]:
+    """From now on each pass on a static batch adds its size, whether LoRA is in it, its rows."""
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    runs: list[tuple[int, bool, int]] = []
+
+    def note(key: tuple[int, bool], static: StaticBatch, replay: Callable[[], Tensor]) -> Tensor:
+        runs.append((*key, int((static.batch().context_lens > 0).sum())))
+        return replay()
+
+    for key, (static, replay) in graphs._graphs.items():
+        graphs._graphs[key] = static, partial(note, key, static, replay)
+    return runs
+
+
+def test_sizes() -> None:
+    for limit in range(1, 600):
+        sizes = graph_sizes(limit)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == limit
+        assert len(sizes) <= 27
+        assert all(b - a <= max(8, b / 5) for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_batch_size_equals_the_plain_pass(
+    model: Path, adapters: tuple[Path, ...], depth: int
+) -> None:
+    """One request too many for the batch; then they leave one by one, so that every size is met.
+    The adapters of a batch's rows change, and in the end a step is of the base model alone."""
+
+    def run(engine: StepEngine) -> StepEngine:
+        for number in range(MAX_SEQS + 1):
+            prompt = prompt_of(2 + number % 4, number)
+            engine.add(str(number), prompt, number % 4, max_tokens=4 + 3 * number)
+        engine.run()
+        engine.add("alone", prompt_of(5, 1))  # a base step right after an adapter's
+        engine.run()
+        return engine
+
+    plain = run(engine_of(model, adapters, graphs=False))
+    padded = engine_of(model, adapters, graphs=True, depth=depth)
+    used = note_runs(padded)
+    run(padded)
+    assert {count for _, _, count in used} == set(range(1, MAX_SEQS + 1))
+    for name, result in plain.results.items():
+        assert padded.results[name].token_ids == result.token_ids
+    for number in (1, 6, 11, 20):
+        path = adapters[number % 4 - 1] if number % 4 else None
+        expected = peft_greedy(model, path, prompt_of(2 + number % 4, number), 4 + 3 * number)
+        assert padded.results[str(number)].token_ids == expected
+
+
+def test_random_traffic_equals_the_plain_pass(model: Path, adapters: tuple[Path, ...]) -> None:
+    """Adapters are taken in and given up between steps, one of them is broken."""
+    engines = [
+        engine_of(model, adapters[:3], graphs, depth)
+        for graphs, depth in ((False, 1), (True, 1), (True, 2))
+    ]
+    generator = random.Random(1)
+    broken = [engine.load(adapters[3]) for engine in engines]
+    count = 0
+    for step in range(120):
+        if generator.random() < 0.45 and step < 100:
+            adapter = broken[0] if count % 9 == 4 else generator.choice([0, 0, 1, 2, 3])
+            prompt = prompt_of(generator.randint(1, 30), step)
+            choices: list[dict[str, Any]] = [
+                {},
+                {"temperature": 0.9, "seed": step},
+                {"logprobs": 1},
+                {"frequency_penalty": 0.7},
+                {"min_tokens": 3, "stop_token_ids": tuple(range(3, 40))},
+            ]
+            sampling = generator.choice(choices)
+            length = generator.randint(1, 20)
+            for engine in engines:
+                engine.add(str(count), prompt, adapter, max_tokens=length, **sampling)
+            count += 1
+        if step == 60:
+            for engine, adapter_id in zip(engines, broken, strict=True):
+                engine.scheduler.remove_adapter(adapter_id)
+            broken = [AdapterId(0)]
+        for engine in engines:
+            engine.step()
+    plain, *padded = [engine.run() for engine in engines]
+    assert count > 30
+    assert any(result.finish_reason == "error" for result in plain.values())
+    for results in padded:
+        for name, result in plain.items():
+            assert results[name].token_ids == result.token_ids
+            assert results[name].finish_reason == result.finish_reason
+
+
+def test_base_steps_hold_no_lora_work(model: Path, adapters: tuple[Path, ...]) -> None:
+    engine = engine_of(model, adapters, graphs=True)
+    assert engine.runner.graphs is not None
+    for (_, with_lora), (static, _) in engine.runner.graphs._graphs.items():
+        assert (static.batch().lora is not None) == with_lora
+    used = note_runs(engine)
+    engine.add("adapter", prompt_of(4, 1), 2, max_tokens=3)
+    engine.run()
+    engine.add("base", prompt_of(4, 2), max_tokens=3)
+    engine.run()
+    engine.add("base2", prompt_of(4, 3), max_tokens=4)
+    engine.add("adapter2", prompt_of(4, 4), 2, max_tokens=3)
+    engine.run()
+    assert used == [(1, True, 1)] * 2 + [(1, False, 1)] * 2 + [(2, True, 2)] * 2 + [(1, False, 1)]
+
+
+def test_padding_rows_leave_no_trace() -> None:
+    """Stale values of a larger step are gone: token, place, context, adapter."""
+    rows = DeviceRows(4, 3, torch.device("cpu"))
+    static = StaticBatch(4, rows, max_context_len=12, num_segments=4)
+
+    def step(count: int) -> StepArrays:
+        ones = np.ones(count, np.int64)
+        return StepArrays(ones, ones, 5 * ones, ones, 6 * ones, np.arange(count + 1), 9 * ones)
+
+    static.fill(step(4), np.array([3, 1, 3, 2], np.int32))
+    address = static.batch().positions.data_ptr(), static.batch().context_lens.data_ptr()
+    static.fill(step(1), np.array([2], np.int32))
+    batch = static.batch()
+    assert batch.context_lens.data_ptr() == address[1]
+    assert batch.token_ids.tolist() == [5, 0, 0, 0]
+    assert batch.kv_slots.tolist() == [6, -1, -1, -1]
+    assert batch.context_lens.tolist() == [9, 0, 0, 0]
+    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert (batch.num_decodes, batch.max_context_len) == (4, 12)
+    assert batch.lora is not None
+    segments = batch.lora.segments
+    assert segments.lengths.tolist() == [1, 0, 0, 0]
+    assert segments.weight_indices.tolist() == [2, 0, 0, 0]
+
+
+def test_a_graph_step_is_one_with_a_single_token_for_each(model: Path) -> None:
+    engine = StepEngine(model, max_num_seqs=4)
+    engine.runner.capture_graphs()
+    engine.runner.launch(Step())()
+    assert engine.runner.graphs is not None
+    engine.add("r", prompt_of(9, 3))
+    assert engine.run()["r"].token_ids == peft_greedy(model, None, prompt_of(9, 3), 8)
