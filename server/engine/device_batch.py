@@ -150,3 +150,21 @@ def build_batch(
         num_decodes=int((counts == 1).sum()),
         lora=lora,
     )
+
+
+def empty_batch(device: torch.device) -> LoRAForwardBatch:
+    """For the output head, which reads nothing of a batch but `logits_lora`."""
+    ids, counts = (torch.zeros(0, dtype=t, device=device) for t in (torch.int64, torch.int32))
+    return LoRAForwardBatch(
+        token_ids=ids,
+        positions=ids,
+        kv_slots=ids,
+        query_starts=counts,
+        context_lens=counts,
+        block_tables=counts,
+        num_decodes=0,
+        max_query_len=0,
+        max_context_len=0,
+        lora=None,
+        logits_lora=None,
+    )

@@ -48,9 +48,11 @@ class StepPlan:
             self.budget += chunk.num_tokens
 
     def to_step(self, loads: Iterable[Assignment], released: Iterable[SequenceId]) -> Step:
+        chunks = self.chunks.values()
+        singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
         return Step(
             loads=tuple(SlotLoad(load.adapter_id, load.slot, load.rows) for load in loads),
             released=tuple(released),
             new=tuple(self.new),
-            sequences=tuple(sorted(self.chunks.values(), key=lambda chunk: chunk.num_tokens > 1)),
+            sequences=(*singles, *(chunk for chunk in chunks if chunk.num_tokens > 1)),
         )

@@ -41,6 +41,8 @@ class Sequence:
         self.token_ids = list(self.request.prompt)
         self.adapter_id = AdapterId(self.request.adapter_id)
         self.sampling = self.request.sampling
+        self.samples = self.sampling.max_tokens > 0  # else its prompt is only scored
+        self._has_penalty = self.sampling.has_penalty
         self.num_prompt_tokens = len(self.token_ids)
         self._max_num_tokens = min(
             self.num_prompt_tokens + self.sampling.max_tokens, self.max_model_len
@@ -57,7 +59,7 @@ class Sequence:
     @property
     def waits_for_token(self) -> bool:
         """Its next token cannot be chosen before the last one is known: penalties count it."""
-        return self.num_in_flight > 0 and self.sampling.has_penalty
+        return self._has_penalty and self.num_in_flight > 0
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -6,7 +6,6 @@ the next step's input, and reach the host by a small copy that the step's result
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,10 +19,10 @@ from torch import Tensor
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import make_backend
-from lorakeet.lora.batch import LoRAForwardBatch, build_lora_batch
+from lorakeet.lora.batch import build_lora_batch
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.layers import wrap_model
-from lorakeet.lora.pool import AdapterPool, PoolWrite, bytes_per_row
+from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from lorakeet.lora.specs import group_specs
 from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
@@ -33,6 +32,7 @@ from lorakeet.server.engine.device_batch import (
     DeviceRows,
     build_batch,
     download,
+    empty_batch,
     upload,
     upload_all,
 )
@@ -46,11 +46,11 @@ from lorakeet.server.engine.sampling import (
     read_samples,
     read_scores,
 )
+from lorakeet.server.engine.slot_loads import SlotLoads
 from lorakeet.server.engine.step import (
     Sampled,
     ScheduledSequence,
     SequenceId,
-    SlotLoad,
     Step,
     StepResult,
 )
@@ -58,13 +58,6 @@ from lorakeet.server.engine.step import (
 logger = logging.getLogger(__name__)
 
 _SCORED_LOGITS = 2**25  # logits computed at a time when prompts are scored: 128 MiB of float32
-
-
-@dataclass(frozen=True)
-class _RunningLoad:
-    slot: Slot
-    write: PoolWrite
-    started: float
 
 
 @dataclass(frozen=True)
@@ -136,8 +129,8 @@ class Runner:
             self.device,
         )
         wrap_model(self.model, self.pool, make_backend(self.device))
-        self._loads: list[_RunningLoad] = []
-        self._logits_batch = _empty_batch(self.device)
+        self._loads = SlotLoads(self.pool, self.host_store)
+        self._logits_batch = empty_batch(self.device)
         self.graphs: DecodeGraphs | None = None
         self._allocate_cache()
         if self.device.type == "cuda":
@@ -172,7 +165,7 @@ class Runner:
             self.rows.release(seq_id)
         for sequence in step.new:
             self.sampling.add(self.rows.add(sequence), sequence)
-        load_errors = self._start_loads(step.loads)
+        load_errors = self._loads.start(step.loads)
         outputs = self._forward(step.sequences) if step.sequences else _Outputs()
         return partial(self._result, outputs, load_errors)
 
@@ -192,7 +185,7 @@ class Runner:
             for seq_id, scores in prompt_logprobs.items()
             if any(math.isnan(score.logprob) for score in scores)
         ]
-        loaded = self._finished_loads()
+        loaded = self._loads.take_finished()
         return StepResult(
             sampled=tuple(sampled),
             prompt_logprobs=prompt_logprobs,
@@ -200,29 +193,6 @@ class Runner:
             load_seconds=tuple(seconds for _, seconds in loaded),
             load_errors=load_errors,
         )
-
-    # --- adapters ---
-
-    def _start_loads(self, loads: Sequence[SlotLoad]) -> dict[Slot, str]:
-        errors = {}
-        for load in loads:
-            started = time.perf_counter()
-            try:
-                self.pool.clear(load.slot)
-                write = self.pool.write(load.slot, load.rows, self.host_store.get(load.adapter_id))
-            except (ValueError, RuntimeError) as error:  # torch raises RuntimeError, also for OOM
-                logger.exception("adapter %d cannot be copied to its slot", load.adapter_id)
-                errors[load.slot] = f"the adapter could not be copied to the device: {error}"
-            else:
-                self._loads.append(_RunningLoad(load.slot, write, started))
-        return errors
-
-    def _finished_loads(self) -> list[tuple[Slot, float]]:
-        now = time.perf_counter()
-        done = [(load.slot, now - load.started) for load in self._loads if load.write.done()]
-        slots = {slot for slot, _ in done}
-        self._loads = [load for load in self._loads if load.slot not in slots]
-        return done
 
     # --- the pass ---
 
@@ -355,21 +325,3 @@ class Runner:
         sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
         del logits
         self._score(hidden, np.zeros(len(hidden), np.int64), Slot(1), memory.MAX_LOGPROBS)
-
-
-def _empty_batch(device: torch.device) -> LoRAForwardBatch:
-    """For the output head, which reads nothing of a batch but `logits_lora`."""
-    ids, counts = (torch.zeros(0, dtype=t, device=device) for t in (torch.int64, torch.int32))
-    return LoRAForwardBatch(
-        token_ids=ids,
-        positions=ids,
-        kv_slots=ids,
-        query_starts=counts,
-        context_lens=counts,
-        block_tables=counts,
-        num_decodes=0,
-        max_query_len=0,
-        max_context_len=0,
-        lora=None,
-        logits_lora=None,
-    )

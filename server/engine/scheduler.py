@@ -10,6 +10,7 @@ steps are dropped. The prefix cache gets only what an applied step has computed.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import SlotManager
@@ -184,25 +185,25 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """One token for each sequence that decodes, then chunks of running prefills."""
-        by_kind = sorted(
-            self._running.values(), key=lambda seq: (seq.num_uncomputed_tokens > 1, seq.seq_id)
-        )
-        for sequence in by_kind:
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running.values():
+            num_tokens = sequence.num_uncomputed_tokens
+            if num_tokens > 0:
+                (decodes if num_tokens == 1 else prefills).append(sequence)
+        by_arrival = attrgetter("seq_id")
+        for sequence in [*sorted(decodes, key=by_arrival), *sorted(prefills, key=by_arrival)]:
             if plan.budget == 0:
                 break
-            num_tokens = min(sequence.num_uncomputed_tokens, plan.budget)
-            if num_tokens == 0 or sequence.seq_id not in self._running:  # preempted just now
-                continue
-            if self._make_room(sequence, num_tokens, plan):
-                self._plan_chunk(plan, sequence, num_tokens)
+            if sequence.seq_id in self._running:  # else it was preempted just now
+                self._plan_chunk(plan, sequence)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Preempt the latest arrivals until the chunk's blocks are free; False: itself was one.
+    def _make_room(self, sequence: Sequence, num_blocks: int, plan: StepPlan) -> bool:
+        """Preempt the latest arrivals until so many blocks are free; False: itself was one.
 
         The earliest arrival is never preempted for another, so it always gets on.
         """
-        num_blocks = self.blocks.blocks_for(sequence.num_computed_tokens + num_tokens)
-        while num_blocks - len(sequence.block_ids) > self.blocks.num_free_blocks:
+        while num_blocks > self.blocks.num_free_blocks:
             latest = self._running[max(self._running)]
             plan.remove(latest.seq_id)
             self._preempt(latest)
@@ -228,7 +229,7 @@ class Scheduler:
                 break
             self._start(sequence, found, now)
             plan.start(sequence, slot)
-            self._plan_chunk(plan, sequence, min(sequence.num_uncomputed_tokens, plan.budget))
+            self._plan_chunk(plan, sequence)
         if plan.new:
             self._waiting = [seq for seq in self._waiting if seq.seq_id not in self._running]
 
@@ -257,13 +258,19 @@ class Scheduler:
         self.blocks.release(sequence.block_ids)
         sequence.reset()
 
-    def _plan_chunk(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed_tokens
+    def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
+        """As much of the sequence as the budget allows, if there is room for it."""
+        start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+        num_tokens = min(num_uncomputed, plan.budget)
         num_blocks = self.blocks.blocks_for(start + num_tokens) - len(sequence.block_ids)
-        new_blocks = self.blocks.allocate(num_blocks)
-        sequence.block_ids.extend(new_blocks)
-        samples = num_tokens == sequence.num_uncomputed_tokens and sequence.sampling.max_tokens > 0
-        plan.add(ScheduledSequence(sequence.seq_id, start, num_tokens, new_blocks, samples=samples))
+        new_blocks: tuple[BlockId, ...] = ()
+        if num_blocks > 0:
+            if not self._make_room(sequence, num_blocks, plan):
+                return
+            new_blocks = self.blocks.allocate(num_blocks)
+            sequence.block_ids.extend(new_blocks)
+        samples = num_tokens == num_uncomputed and sequence.samples
+        plan.add(ScheduledSequence(sequence.seq_id, start, num_tokens, new_blocks, samples))
 
     # --- parts of apply ---
 
@@ -280,7 +287,8 @@ class Scheduler:
             return self._finish(sequence, "error", sampled.error)
         block_size = self.blocks.block_size
         first, last = chunk.start // block_size, chunk.end // block_size
-        self.blocks.publish(sequence.chain, sequence.token_ids, sequence.block_ids, first, last)
+        if first < last:
+            self.blocks.publish(sequence.chain, sequence.token_ids, sequence.block_ids, first, last)
         if scores:
             sequence.collect_prompt_logprobs(chunk.start, scores)
         if chunk.end < len(sequence.token_ids):

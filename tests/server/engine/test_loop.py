@@ -25,6 +25,12 @@ PROMPT = [7, 8, 9, 10]
 LONG = 400  # tokens: runs until it is told to stop
 
 
+@pytest.fixture(params=[1, 2], autouse=True)
+def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it with one step in flight, and with two as on a GPU."""
+    monkeypatch.setattr(Runner, "depth", request.param)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("loop") / "model")
