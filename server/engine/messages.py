@@ -98,7 +98,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     lora_rows: int
     device: str
     dtype: str
-    memory: dict[str, int] = {}  # bytes by part: weights, kv_cache, adapter_pool
+    memory: dict[str, int] = {}  # bytes by part: weights, adapter_pool, kv_cache, graphs
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):

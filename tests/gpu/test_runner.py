@@ -9,7 +9,10 @@ from support.adapters import make_adapter, peft_greedy, peft_logprobs
 from support.engines import StepEngine
 from support.models import tiny_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.fixture(scope="module")
