@@ -220,3 +220,7 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()
