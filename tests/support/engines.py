@@ -22,7 +22,7 @@ from support.adapters import make_adapter
 def cpu_settings(model: Path, **values: Any) -> Settings:
     """Small limits, so that chunks, slots and blocks run short in tests."""
     small = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4, "max_loras": 4}
-    return Settings(model=str(model), device="cpu", **(small | values))
+    return Settings(**({"model": str(model), "device": "cpu"} | small | values))
 
 
 def overflowing_adapter(folder: Path, model: Path) -> Path:
