@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from starlette.requests import Request
+from fastapi import Request
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server.engine.client import Engine

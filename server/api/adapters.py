@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.api.schemas import LoadRequest, UnloadRequest, read_body

@@ -5,8 +5,7 @@ import time
 import uuid
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from lorakeet.server import admission
 from lorakeet.server.admission import Prompt, ValidRequest

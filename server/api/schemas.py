@@ -3,10 +3,10 @@ OpenAI's that is not supported, unless it holds a value that asks for nothing.""
 
 from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 
 from lorakeet.server.errors import BadRequestError
 

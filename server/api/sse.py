@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
-from starlette.responses import Response
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from lorakeet.server.admission import ValidRequest
@@ -87,6 +87,7 @@ class Answer(Response):
     """Runs a plan and sends what comes of it."""
 
     def __init__(self, server: Server, plan: Plan) -> None:
+        super().__init__()
         self._server = server
         self._plan = plan
         self._started = False  # the response has
