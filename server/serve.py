@@ -9,13 +9,11 @@ second signal ends it at once.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,10 +21,10 @@ import uvloop
 
 from lorakeet.configs.settings import Settings
 from lorakeet.models.config import UnsupportedModelError
-from lorakeet.models.hub import ModelNotFoundError, resolve_model
+from lorakeet.models.hub import ModelNotFoundError
 from lorakeet.server import logs
 from lorakeet.server.app import create_app
-from lorakeet.server.demo import DemoModelError, demo_adapters, demo_model
+from lorakeet.server.demo import DemoModelError, demo_adapters
 from lorakeet.server.engine.client import Engine, EngineClient, EngineDeadError
 from lorakeet.server.errors import APIError, UnavailableError
 from lorakeet.server.http import HTTPProtocol
@@ -96,7 +94,7 @@ async def serve(settings: Settings, engine: Engine) -> int:
 
 
 async def _live(server: Server, signals: "_Signals") -> int:
-    starting = asyncio.create_task(server.start(functools.partial(_model_folder, server.settings)))
+    starting = asyncio.create_task(server.start())
     await _first_of(starting, signals.first.wait())
     if not starting.done():
         starting.cancel()
@@ -145,10 +143,6 @@ def _with_demo(settings: Settings) -> Settings:
     if settings.model is not None:
         return settings
     return settings.model_copy(update={"adapters": demo_adapters() | settings.adapters})
-
-
-def _model_folder(settings: Settings) -> Path:
-    return demo_model() if settings.model is None else resolve_model(settings.model)
 
 
 class _WebServer(uvicorn.Server):

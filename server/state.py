@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from fastapi import Request
 
 from lorakeet.configs.settings import Settings
+from lorakeet.server.demo import model_folder
 from lorakeet.server.engine.client import Engine
 from lorakeet.server.errors import APIError, BadRequestError, OverloadedError, UnavailableError
 from lorakeet.server.metrics import Metrics
@@ -48,16 +48,16 @@ class Server:
         self._adapter_renderer = TemplateRenderer()  # a bad one must not hold the model's own up
         self._stats_task: asyncio.Task[None] | None = None
 
-    async def start(self, model_folder: Callable[[], Path]) -> None:
+    async def start(self) -> None:
         """Load tokenizer, engine and the adapters of the settings; then the server is ready.
 
-        Raises what `model_folder` raises, TextConfigError, EngineDeadError, and APIError for an
-        adapter that cannot be loaded.
+        Raises DemoModelError, ModelNotFoundError, UnsupportedModelError, TextConfigError,
+        EngineDeadError, and APIError for an adapter that cannot be loaded.
         """
-        folder = await asyncio.to_thread(model_folder)
+        folder = await asyncio.to_thread(model_folder, self.settings.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer, folder)
         self.registry.base_text = read_text_config(folder)
-        await self.engine.start()
+        await self.engine.start(folder)
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(

@@ -63,7 +63,7 @@ class Engine(Protocol):
     @property
     def healthy(self) -> bool: ...
 
-    async def start(self) -> None:
+    async def start(self, model_folder: Path) -> None:
         """Return when the engine can take requests; raises EngineDeadError if it cannot start."""
 
     def on_death(self, callback: Callable[[str], None]) -> None:
@@ -231,7 +231,7 @@ class EngineClient(EngineBase):
         self._watcher: asyncio.Task[None] | None = None
         self._folder: Path | None = None  # of the sockets
 
-    async def start(self) -> None:
+    async def start(self, model_folder: Path) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="lorakeet-"))
         commands, events = endpoints(folder)
         self._encoder = msgspec.msgpack.Encoder()
@@ -246,7 +246,7 @@ class EngineClient(EngineBase):
         self._events.set_hwm(0)
         self._events.bind(events)
         try:
-            await self._spawn(folder)
+            await self._spawn(folder, model_folder)
             await self._wait_ready()
         except BaseException:
             await self.shutdown()
@@ -287,14 +287,11 @@ class EngineClient(EngineBase):
     def _send(self, command: Command) -> None:
         self._commands.send(self._encoder.encode(command))
 
-    async def _spawn(self, folder: Path) -> None:
+    async def _spawn(self, folder: Path, model_folder: Path) -> None:
         # -P: the working directory must not become a place that modules are imported from.
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "lorakeet.server.engine.process",
-            str(folder),
+            *(sys.executable, "-P", "-m", "lorakeet.server.engine.process"),
+            *(folder, model_folder),
             stdin=asyncio.subprocess.PIPE,
         )
         self._process = process

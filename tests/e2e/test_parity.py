@@ -109,7 +109,7 @@ def test_all_adapters_at_once_are_each_as_with_peft(kind: str, tmp_path: Path) -
 
     async def serve_all() -> tuple[list[Tenant], list[list[Collected]]]:
         engine = small_engine(model)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = await load_all(engine, cases)
             cold = await ask_all(engine, tenants, prompts)
@@ -142,7 +142,7 @@ def test_preempted_requests_are_as_with_peft(tmp_path: Path) -> None:
 
     async def serve_all() -> tuple[list[Tenant], list[Collected], int]:
         engine = small_engine(model, max_model_len=104, cpu_kv_memory=40 * block_bytes)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = await load_all(engine, cases)
             results = await ask_all(engine, tenants, prompts, prompt_logprobs=NUM_TOP)
@@ -194,7 +194,7 @@ def test_any_chunk_size(chunk: int, tmp_path_factory: pytest.TempPathFactory) ->
 
     async def serve_all() -> list[tuple[Tenant, list[int], Collected]]:
         engine = small_engine(model, max_num_batched_tokens=chunk, block_size=16)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = [Tenant(0, None), *await load_all(engine, cases)]
             results = await ask_all(engine, tenants, prompts, max_tokens=6)
@@ -224,7 +224,7 @@ def test_two_places_small_cache_and_clients_that_go(tmp_path: Path) -> None:
 
     async def serve_all() -> list[tuple[Tenant, list[int], Collected]]:
         engine = small_engine(model, max_loras=2, max_model_len=104, cpu_kv_memory=40 * block_bytes)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = await load_all(engine, cases)
             asked = [(tenants[i % len(tenants)], prompt) for i, prompt in enumerate(prompts)]

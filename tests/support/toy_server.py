@@ -103,7 +103,7 @@ class ToyEngine:
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
 
-    async def start(self) -> None:
+    async def start(self, model_folder: Path) -> None:
         while not self.start_open:
             await asyncio.sleep(0.01)
         self._started = True
@@ -299,7 +299,7 @@ class ToyServer:
         web = uvicorn.Server(config)
         serving = asyncio.create_task(web.serve())
         try:
-            await self.server.start(lambda: Path(self.settings.model or ""))
+            await self.server.start()
             while not web.started:
                 await asyncio.sleep(0.01)
             self.port = web.servers[0].sockets[0].getsockname()[1]

@@ -46,7 +46,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def engine_of(model: Path, **settings: Any) -> AsyncIterator[InlineEngine]:
     engine = InlineEngine(cpu_settings(model, log_level="debug", **settings))
-    await engine.start()
+    await engine.start(model)
     try:
         yield engine
     finally:
@@ -330,12 +330,13 @@ def test_a_fault_of_the_step_is_the_end_of_the_engine(
 
 def test_an_engine_that_cannot_start_says_why(model: Path, tmp_path: Path) -> None:
     async def test() -> None:
-        engine = InlineEngine(cpu_settings(tmp_path / "nothing"))
-        with pytest.raises(EngineDeadError, match="There is no file or folder"):
-            await engine.start()
+        (tmp_path / "config.json").write_text('{"architectures": ["Mamba2ForCausalLM"]}')
+        engine = InlineEngine(cpu_settings(tmp_path))
+        with pytest.raises(EngineDeadError, match="Mamba2ForCausalLM"):
+            await engine.start(tmp_path)
         engine = InlineEngine(cpu_settings(model, max_model_len=9999))
         with pytest.raises(EngineDeadError, match="max_model_len: 9999"):
-            await engine.start()
+            await engine.start(model)
 
     run(test)
 

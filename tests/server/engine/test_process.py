@@ -39,7 +39,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def engine_of(model: Path, **settings: Any) -> AsyncIterator[EngineClient]:
     engine = EngineClient(cpu_settings(model, **settings))
-    await engine.start()
+    await engine.start(model)
     process = psutil.Process(engine.pid)
     try:
         yield engine
@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
     async def test() -> None:
         engine = EngineClient(cpu_settings(tmp_path))
         with pytest.raises(EngineDeadError, match="Mamba2ForCausalLM") as error:
-            await engine.start()
+            await engine.start(tmp_path)
         assert "Traceback" not in str(error.value)
         assert not folder_of(engine).exists()
         assert not psutil.pid_exists(engine.pid)
@@ -149,7 +149,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
 def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
     async def test() -> None:
         engine = EngineClient(cpu_settings(model))
-        start = asyncio.create_task(engine.start())
+        start = asyncio.create_task(engine.start(model))
         while engine._process is None:
             await asyncio.sleep(0.01)
         start.cancel()
@@ -163,12 +163,14 @@ def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
 
 _PARENT = """
 import asyncio, sys
+from pathlib import Path
 from lorakeet.configs.settings import Settings
 from lorakeet.server.engine.client import EngineClient
 
 async def main():
-    engine = EngineClient(Settings(model=sys.argv[1], device="cpu"))
-    await engine.start()
+    model = Path(sys.argv[1])
+    engine = EngineClient(Settings(model=str(model), device="cpu"))
+    await engine.start(model)
     print(engine.pid, engine._folder, flush=True)
     await asyncio.sleep(60)
 
