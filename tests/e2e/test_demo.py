@@ -50,6 +50,14 @@ def test_it_is_listed_with_its_adapters(server: ServerProcess) -> None:
     assert all(Path(card["root"]).is_dir() for card in cards[1:])
 
 
+def test_it_ends_with_lines_to_paste(server: ServerProcess) -> None:
+    usage = server.log.partition("ready: ")[2]
+    for name in (BASE, *demo_adapters()):
+        assert f'"model": "{name}"' in usage
+        assert f"curl -s {server.url}/v1/chat/completions" in usage
+    assert f"OpenAI(base_url='{server.url}/v1'" in usage
+
+
 def test_the_base_answers_in_words(server: ServerProcess) -> None:
     assert "Paris" in ask(server, BASE, "What is the capital of France?")
 
