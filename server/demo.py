@@ -54,24 +54,34 @@ def demo_adapters() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(root.glob("*/adapter_config.json"))}
 
 
-def usage_lines(url: str, base: str, adapters: Iterable[str]) -> Iterator[str]:
-    """Lines to paste into a shell, then into Python: the base, and each adapter."""
+def usage_lines(
+    url: str, base: str, adapters: Iterable[str], needs_key: bool = False
+) -> Iterator[str]:
+    """Lines to paste into a shell, then into Python: the base, and each adapter.
+
+    With `needs_key` they read the API key from the environment variable LORAKEET_API_KEY.
+    """
     names = [base, *adapters]
+    header = ' -H "Authorization: Bearer $LORAKEET_API_KEY"' if needs_key else ""
+    key = "os.environ['LORAKEET_API_KEY']" if needs_key else "'none'"
     yield "Ask the base model, and each adapter, the same thing:"
     for name in names:
         body = {"model": name, "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
         yield (
-            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f"    -d {shlex.quote(json.dumps(body))}"
         )
-    yield "The same with the official client (pip install openai):"
-    yield "  from openai import OpenAI"
-    yield f"  client = OpenAI(base_url={url + '/v1'!r}, api_key='none')"
-    yield f"  for model in {names!r}:"
-    yield "      answer = client.chat.completions.create("
-    yield "          model=model, temperature=0, max_tokens=64,"
-    yield f"          messages=[{{'role': 'user', 'content': {_PROMPT!r}}}])"
-    yield "      print(model, '→', answer.choices[0].message.content)"
+    yield "The same with the official client (pip install openai), in Python:"
+    if needs_key:
+        yield "import os"
+    yield "from openai import OpenAI"
+    yield f"client = OpenAI(base_url={url + '/v1'!r}, api_key={key})"
+    yield f"for model in {names!r}:"
+    yield "    answer = client.chat.completions.create("
+    yield "        model=model, temperature=0, max_tokens=64,"
+    yield f"        messages=[{{'role': 'user', 'content': {_PROMPT!r}}}])"
+    yield "    print(model, '→', answer.choices[0].message.content)"
+    yield ""
 
 
 def _fetch(folder: Path) -> None:

@@ -24,7 +24,7 @@ from lorakeet.models.config import UnsupportedModelError
 from lorakeet.models.hub import ModelNotFoundError
 from lorakeet.server import logs
 from lorakeet.server.app import create_app
-from lorakeet.server.demo import DemoModelError, demo_adapters
+from lorakeet.server.demo import DemoModelError, demo_adapters, usage_lines
 from lorakeet.server.engine.client import Engine, EngineClient, EngineDeadError
 from lorakeet.server.errors import APIError, UnavailableError
 from lorakeet.server.http import HTTPProtocol
@@ -82,9 +82,10 @@ async def serve(settings: Settings, engine: Engine) -> int:
     )
     signals = _Signals()
     serving = asyncio.create_task(web.serve([listener]))
-    logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    url = _url(settings.host, listener.getsockname()[1])
+    logger.info("listening on %s", url)
     try:
-        return await _live(server, signals)
+        return await _live(server, signals, url)
     finally:
         web.should_exit = True
         await serving
@@ -93,7 +94,7 @@ async def serve(settings: Settings, engine: Engine) -> int:
         signals.close()
 
 
-async def _live(server: Server, signals: "_Signals") -> int:
+async def _live(server: Server, signals: "_Signals", url: str) -> int:
     starting = asyncio.create_task(server.start())
     await _first_of(starting, signals.first.wait())
     if not starting.done():
@@ -106,6 +107,8 @@ async def _live(server: Server, signals: "_Signals") -> int:
         logger.error("cannot start: %s", error)
         return 1
     logger.info("ready: %s with %d adapters", server.base_name, len(server.registry.versions()))
+    if server.settings.model is None:
+        _print_usage(server, url)
 
     await _first_of(signals.first.wait(), _done(server.finished))
     if server.phase != "dead":
@@ -136,6 +139,18 @@ async def _first_of(*awaitables: Awaitable[Any]) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _url(host: str, port: int) -> str:
+    """Where clients on this machine reach the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _print_usage(server: Server, url: str) -> None:
+    adapters = [version.name for version in server.registry.versions()]
+    needs_key = server.settings.api_key is not None
+    print(*usage_lines(url, server.base_name, adapters, needs_key), sep="\n", flush=True)
 
 
 def _with_demo(settings: Settings) -> Settings:
