@@ -11,12 +11,12 @@ true rank is read. The cost for prefill is a few times that of dense products, b
 base layer's.
 """
 
-import torch
 from torch import Tensor, nn
 
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_plan import Plan, get_plan
+from lorakeet.models.sparse import sampled_products
 
 
 class TorchBackend:
@@ -27,7 +27,7 @@ class TorchBackend:
         if plan is None:
             return
         a = _widen(weights.a, 1, plan).flatten(0, 1)
-        h = torch.sparse.sampled_addmm(plan.pattern, x.to(a.dtype), a.t(), beta=0.0).values()
+        h = sampled_products(plan.pattern, x.to(a.dtype), a)
         _expand(h, weights.b, y, plan)
 
     def add_embedding(

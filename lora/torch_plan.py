@@ -1,7 +1,6 @@
 """The index work of the torch backend, done once in a pass for all layers that are alike."""
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +11,7 @@ from torch import Tensor
 from lorakeet.kernels.segments import Segments
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
-
-with warnings.catch_warnings(action="ignore"):
-    # the first CSR tensor of a process warns that they are in beta: no news for the user
-    torch.sparse_csr_tensor([0], [], [], size=(0, 0))
+from lorakeet.models.sparse import pair_pattern
 
 Ints = NDArray[np.int64]
 
@@ -117,12 +113,11 @@ def _pattern(
 ) -> Tensor:
     """`rows`: the row of each pair, out of `num_rows`; `counts`: pairs of each token."""
     pairs, slices = _repeat_pairs(counts, num_slices)
-    return torch.sparse_csr_tensor(
+    return pair_pattern(
         torch.from_numpy(_bounds(counts * num_slices)),
         torch.from_numpy((slices * num_rows + rows[pairs]).astype(np.int32)),
-        torch.zeros(len(pairs), dtype=dtype),
-        size=(len(counts), num_slices * num_rows),
-        check_invariants=False,  # a token's columns need not ascend
+        num_slices * num_rows,
+        dtype,
     )
 
 
