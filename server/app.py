@@ -69,6 +69,7 @@ def create_app(server: Server) -> ASGIApp:
     _add(app, "POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, LoadRequest)
     _add(app, "POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, UnloadRequest)
     _add(app, "GET", "/v1/adapters", adapters.list_adapters)
+    _add(app, "POST", "/v1/adapters", adapters.create_adapter, LoadRequest)
     _add(app, "GET", "/v1/adapters/{name:path}", adapters.get_adapter)
     _add(app, "DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter)
     _add(app, "POST", "/tokenize", tokenize.tokenize, TokenizeRequest)

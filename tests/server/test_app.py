@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorakeet.server.app import create_app
-from lorakeet.server.metrics import MAX_ADAPTER_LABELS, Metrics
+from lorakeet.server.metrics import MAX_ADAPTER_LABELS, OTHER, Metrics
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
 
 KEY = "sk-Sésame-1"  # not ASCII: comparing must not fail on it
@@ -253,7 +253,7 @@ def test_labels_are_bounded() -> None:
         if sample.name == "lorakeet:tokens_total" and sample.labels["kind"] == "prompt"
     }
     assert len(values) == MAX_ADAPTER_LABELS + 1
-    assert values["other"] == 50
+    assert values[OTHER] == 50
     metrics.forget_adapter("a0")
     metrics.count_tokens("a0", 1, 2)
     assert b'adapter="a0"' not in metrics.render()
