@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
