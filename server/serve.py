@@ -25,7 +25,8 @@ from lorakeet.models.hub import ModelNotFoundError
 from lorakeet.server import logs
 from lorakeet.server.app import create_app
 from lorakeet.server.demo import DemoModelError, demo_adapters, usage_lines
-from lorakeet.server.engine.client import Engine, EngineClient, EngineDeadError
+from lorakeet.server.engine.client import Engine, EngineDeadError
+from lorakeet.server.engine.process_client import EngineProcess
 from lorakeet.server.errors import APIError, UnavailableError
 from lorakeet.server.http import HTTPProtocol
 from lorakeet.server.state import Server
@@ -56,7 +57,7 @@ def run(settings: Settings) -> None:
 
 
 async def _serve_with_engine(settings: Settings) -> int:
-    return await serve(settings, EngineClient(settings))
+    return await serve(settings, EngineProcess(settings))
 
 
 async def serve(settings: Settings, engine: Engine) -> int:
@@ -106,7 +107,9 @@ async def _live(server: Server, signals: "_Signals", url: str) -> int:
     except _START_ERRORS as error:
         logger.error("cannot start: %s", error)
         return 1
-    logger.info("ready: %s with %d adapters", server.base_name, len(server.registry.versions()))
+    info, adapters = server.engine.info, server.registry.versions()
+    place = f"{info.device}, {info.dtype}"
+    logger.info("ready: %s on %s with %d adapters", server.base_name, place, len(adapters))
     if server.settings.model is None:
         _print_usage(server, url)
 

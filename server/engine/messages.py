@@ -91,8 +91,6 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     num_blocks: int
     block_size: int
     max_loras: int
-    max_lora_rank: int
-    lora_rows: int
     device: str
     dtype: str
     memory: dict[str, int] = {}  # bytes by part: weights, kv_cache, adapter_pool

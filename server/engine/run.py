@@ -69,8 +69,6 @@ def _info(settings: Settings, runner: Runner) -> EngineInfo:
         num_blocks=runner.cache.num_blocks,
         block_size=settings.block_size,
         max_loras=settings.max_loras,
-        max_lora_rank=settings.max_lora_rank,
-        lora_rows=runner.pool.num_rows,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         memory=runner.memory_by_part(),

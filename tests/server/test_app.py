@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorakeet.server.app import create_app
+from lorakeet.server.engine.messages import EngineStats
 from lorakeet.server.metrics import MAX_ADAPTER_LABELS, OTHER, Metrics
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
 
@@ -165,6 +166,7 @@ def test_metrics(toy_model: Path, tmp_path: Path) -> None:
     with toy_server(toy_model, adapters={"x": x}) as toy:
         toy.http.post("/v1/completions", json={**COMPLETION, "model": "x", "n": 2})
         toy.wait_idle()
+        toy.engine.report(EngineStats(slot_load_seconds=[0.01, 0.02]))
         found = samples(toy)
         assert found["lorakeet:time_to_first_token_seconds_count", ()] == 1
         assert found["lorakeet:inter_token_latency_seconds_count", ()] == 4
@@ -174,6 +176,7 @@ def test_metrics(toy_model: Path, tmp_path: Path) -> None:
         assert (tokens(toy, "x", "prompt"), tokens(toy, "x", "generation")) == (1, 6)
         for stage in ("read", "check"):
             assert found["lorakeet:adapter_load_seconds_count", (("stage", stage),)] == 1
+        assert found["lorakeet:adapter_load_seconds_count", (("stage", "copy"),)] == 2
         for prefix in ("vllm:", "lorakeet:"):
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 assert found[prefix + name, ()] == 0

@@ -14,7 +14,13 @@ from lorakeet.lora.host_store import HostStore
 from lorakeet.server.engine import inline
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.inline import InlineEngine, QueueInbox
-from lorakeet.server.engine.messages import AddRequest, EngineStats, RequestOutput, SamplingParams
+from lorakeet.server.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+)
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
@@ -256,7 +262,7 @@ def test_abort_ends_a_stream_with_its_reason(model: Path) -> None:
             async for output in engine.generate(request("a", max_tokens=LONG)):
                 outputs.append(output)
                 if len(outputs) == 2:
-                    await engine.abort(["a", "nobody"])
+                    engine._send(AbortRequests(["a", "nobody"]))
             assert outputs[-1].finish_reason == "abort"
             await quiet(engine)
 
