@@ -143,7 +143,6 @@ class Answer(Response):
             async with server.registry.lease(plan.adapter) as version:
                 request = await plan.prepare(version)
                 generation = Generation(server.engine, server.tokenizer, request)
-                server.metrics.queue_time.observe(time.monotonic() - self._begin)
                 self._generation = generation
                 output = plan.make_format(request)
                 async with aclosing(generation.deltas()) as deltas:
@@ -192,6 +191,8 @@ class Answer(Response):
         metrics = self._server.metrics
         last: dict[int, float] = {}  # when a choice's latest tokens came
         async for delta in deltas:
+            if delta.queue_seconds is not None:
+                metrics.queue_time.observe(delta.queue_seconds)
             if delta.num_tokens:
                 now = time.monotonic()
                 if self._first_token is None:

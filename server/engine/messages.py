@@ -107,6 +107,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None  # sent once; None for the first token
     cached_tokens: int | None = None  # prompt tokens from the prefix cache; with the first output
     error: str | None = None
+    queue_seconds: float | None = None  # from its arrival to its first step; with the first output
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

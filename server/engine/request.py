@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, how far they are computed, and when it ends."""
 
+import time
 from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import AdapterId
@@ -30,6 +31,8 @@ class Sequence:
     num_computed_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
+    arrival: float = field(init=False)
+    queue_seconds: float | None = None  # from its arrival to its first start
     has_output: bool = False  # an output has been sent
     in_flight: bool = False  # between schedule and apply of a step that it is in
     finish_reason: FinishReason | None = None
@@ -37,6 +40,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt)
+        self.arrival = time.monotonic()
 
     @property
     def adapter_id(self) -> AdapterId:
@@ -62,6 +66,11 @@ class Sequence:
     def reads_prefix_cache(self) -> bool:
         """Scores of the prompt come only from computing it."""
         return self.sampling.prompt_logprobs is None
+
+    def leave_queue(self) -> None:
+        """It starts, perhaps again after a preemption: the first time counts."""
+        if self.queue_seconds is None:
+            self.queue_seconds = time.monotonic() - self.arrival
 
     def append(self, token_id: int) -> int | None:
         """Add a generated token and see whether it is the last: then `finish_reason` is set.
@@ -99,6 +108,7 @@ class Sequence:
             logprobs=[logprob] if asked and logprob is not None else None,
             prompt_logprobs=None if self.has_output else self._all_prompt_logprobs(),
             cached_tokens=None if self.has_output else self.num_cached_tokens,
+            queue_seconds=None if self.has_output else self.queue_seconds,
         )
         self.has_output = True
         return output

@@ -171,7 +171,8 @@ def test_metrics(toy_model: Path, tmp_path: Path) -> None:
         assert found["lorakeet:time_to_first_token_seconds_count", ()] == 1
         assert found["lorakeet:inter_token_latency_seconds_count", ()] == 4
         assert found["lorakeet:e2e_request_latency_seconds_count", ()] == 1
-        assert found["lorakeet:request_queue_time_seconds_count", ()] == 1
+        assert found["lorakeet:request_queue_time_seconds_count", ()] == 2
+        assert found["lorakeet:request_queue_time_seconds_sum", ()] == 0.5
         assert found["lorakeet:requests_total", (("outcome", "length"),)] == 1
         assert (tokens(toy, "x", "prompt"), tokens(toy, "x", "generation")) == (1, 6)
         for stage in ("read", "check"):

@@ -195,6 +195,7 @@ class ToyEngine:
                 logprobs=logprobs,
                 prompt_logprobs=scores if first else None,
                 cached_tokens=len(prompt) // 16 * 16 if first else None,
+                queue_seconds=0.25 if first else None,
             )
             if stop is not None:
                 return
