@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakeet.server.api import (
@@ -44,6 +45,7 @@ _BODIES: tuple[type[Wire], ...] = (
     DetokenizeRequest,
 )
 OPEN_PATHS = {"/health", "/metrics"}  # all others need the key, and a server that is ready
+CLIENT_GONE = 499  # in the log: the client went before there was an answer
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = structlog.stdlib.get_logger("lorakeet.request")
@@ -59,6 +61,7 @@ def create_app(server: Server) -> ASGIApp:
         exception_handlers={
             APIError: _api_error,
             HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
             Exception: _unexpected_error,
         },
     )
@@ -122,7 +125,7 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        status = 499  # the client went before there was an answer
+        status = CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -179,6 +182,11 @@ async def _http_error(_: Request, error: Exception) -> Response:
         error.detail, "invalid_request_error", None, code.get(error.status_code, "bad_request")
     )
     return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    """It went while it sent its request: nobody reads this."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _unexpected_error(_: Request, __: Exception) -> Response:

@@ -59,6 +59,13 @@ def agrees(result: Collected, checked: Collected) -> bool:
     return True
 
 
+def same_choice(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Two choices of completions with `logprobs` have the same tokens, and scores but for noise."""
+    first, second = one["logprobs"], other["logprobs"]
+    scores = zip(first["token_logprobs"], second["token_logprobs"], strict=True)
+    return first["tokens"] == second["tokens"] and all(abs(a - b) < 1e-4 for a, b in scores)
+
+
 def collected(choice: dict[str, Any], prompt: list[int], tokenizer: Tokenizer) -> Collected:
     """A choice of a completion with `logprobs` over HTTP, as the engine gives it."""
     ids = {tokenizer.token_text(token_id): token_id for token_id in range(TOKENIZER_SIZE)}

@@ -219,6 +219,7 @@ def serve(folder: Path, model: Path | None, *options: str, **env: str) -> Iterat
             server.terminate()
             assert server.wait_exit() == 0, server.log
             assert server.processes() == []
+            assert "Traceback" not in server.log
     except BaseException:
         print(server.log[-5000:])
         raise
