@@ -32,7 +32,14 @@ from lorakeet.server.api.schemas import (
     UnloadRequest,
     Wire,
 )
-from lorakeet.server.errors import APIError, AuthenticationError, InternalError, error_body
+from lorakeet.server.engine.client import EngineDeadError
+from lorakeet.server.errors import (
+    APIError,
+    AuthenticationError,
+    InternalError,
+    UnavailableError,
+    error_body,
+)
 from lorakeet.server.state import Server
 
 _SCHEMAS = "#/components/schemas/"
@@ -62,6 +69,7 @@ def create_app(server: Server) -> ASGIApp:
             APIError: _api_error,
             HTTPException: _http_error,
             ClientDisconnect: _client_gone,
+            EngineDeadError: _engine_dead,
             Exception: _unexpected_error,
         },
     )
@@ -187,6 +195,10 @@ async def _http_error(_: Request, error: Exception) -> Response:
 async def _client_gone(_: Request, __: Exception) -> Response:
     """It went while it sent its request: nobody reads this."""
     return Response(status_code=CLIENT_GONE)
+
+
+async def _engine_dead(_: Request, __: Exception) -> Response:
+    return _response(UnavailableError("The engine has died", code="dead"))
 
 
 async def _unexpected_error(_: Request, __: Exception) -> Response:
