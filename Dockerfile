@@ -1,45 +1,52 @@
-# syntax=docker/dockerfile:1
 # docker build -t lorakeet .                                  for NVIDIA GPUs (and CPUs)
 # docker build -t lorakeet:cpu --build-arg ACCELERATOR=cpu .  for CPUs: some gigabytes smaller
+# How to run it: docs/docker.md
 ARG PYTHON_VERSION=3.12
+FROM python:${PYTHON_VERSION}-slim AS base
 
-FROM python:${PYTHON_VERSION}-slim AS build
+# The dependencies alone: an edit of pyproject.toml that leaves them alone costs no download.
+FROM base AS requirements
+COPY pyproject.toml .
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+    > /requirements.txt
+
+FROM base AS environment
 ARG ACCELERATOR=cuda
 ARG CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/lorakeet
 ENV PATH=/opt/lorakeet/bin:$PATH
-# torch on its own layer: it is most of the image and changes least. PyPI's wheels bring CUDA along.
-RUN if [ "$ACCELERATOR" = cpu ]; then set -- --index-url "$CPU_TORCH_INDEX"; else set --; fi; \
-    pip install "$@" 'torch>=2.11,<2.14'
-WORKDIR /src
-COPY pyproject.toml README.md ./
-COPY configs configs
-COPY kernels kernels
-COPY lora lora
-COPY models models
-COPY server server
-RUN pip install .
+COPY --from=requirements /requirements.txt /
+# PyPI's torch brings CUDA and Triton along; the CPU's own index has one without.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    if [ "$ACCELERATOR" = cpu ]; then set -- --index-url "$CPU_TORCH_INDEX"; fi; \
+    pip install "$@" "$(grep '^torch' /requirements.txt)" && pip install -r /requirements.txt
 
-FROM python:${PYTHON_VERSION}-slim AS runtime
+FROM base AS package
+WORKDIR /src
+COPY . .
+RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /dist .
+
+FROM base
 ARG ACCELERATOR=cuda
-# Triton compiles its launchers with a C compiler when it runs on a GPU.
-RUN if [ "$ACCELERATOR" = cuda ]; then \
-      apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && \
-      rm -rf /var/lib/apt/lists/*; \
-    fi
-RUN useradd --create-home --uid 10001 lorakeet && mkdir /cache /adapters && \
-    chown lorakeet /cache /adapters
-COPY --from=build /opt/lorakeet /opt/lorakeet
+# tini, for the kernel hides signals from a first process that is still importing. On a GPU, Triton
+# compiles small C modules when it first runs.
+RUN if [ "$ACCELERATOR" = cuda ]; then compiler='gcc libc6-dev'; fi; \
+    apt-get update && apt-get install -y --no-install-recommends tini $compiler && \
+    rm -rf /var/lib/apt/lists/*
+# Any user may write to the cache: `docker run --user` works.
+RUN useradd --create-home --uid 10001 lorakeet && install -d -o lorakeet -m 1777 /cache
+COPY --from=environment /opt/lorakeet /opt/lorakeet
 ENV PATH=/opt/lorakeet/bin:$PATH \
     LORAKEET_CACHE=/cache HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+RUN --mount=type=bind,from=package,source=/dist,target=/dist \
+    pip install --no-cache-dir --no-deps /dist/*.whl && pip check
 USER lorakeet
 WORKDIR /home/lorakeet
 VOLUME /cache
 EXPOSE 8000
-STOPSIGNAL SIGTERM
+# http.client, for it ignores the proxy variables that Docker may pass on.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["lorakeet"]
-CMD ["serve", "--host", "0.0.0.0"]
+    CMD ["python", "-c", "from http.client import HTTPConnection as C; c = C('127.0.0.1', 8000, timeout=4); c.request('GET', '/health'); exit(c.getresponse().status != 200)"]
+# Arguments of `docker run` are those of `lorakeet serve`.
+ENTRYPOINT ["tini", "--", "lorakeet", "serve", "--host", "0.0.0.0"]

@@ -1,17 +1,23 @@
-# `make demo` installs everything and serves the demo model with its adapters on port 8000.
-# `make test` installs everything and runs the tests.
+# make demo    install into .venv, then serve the demo model with its adapters on port 8000
+# make test    install, then run the tests
+# make check   install, then run the linters and the type checker
+# make clean   remove what these made
+# Variables: PORT (of the demo), PYTHON (3.11 or newer), VENV, TESTS (of `make test`)
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 
-.PHONY: demo test check install install-dev clean
+.PHONY: help demo test check install install-dev clean
+
+help:
+	@sed -n 's/^# //p' Makefile
 
 demo: install
 	$(BIN)/lorakeet serve --port $(PORT)
 
 test: install-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 check: install-dev
 	$(BIN)/ruff check .
@@ -21,16 +27,16 @@ check: install-dev
 install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
 
+# The second test: where Debian's python3-venv is missing, a first try leaves a venv without pip.
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --editable .
-	touch $@
+	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --editable '.[dev]'
-	touch $@
+	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .package/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,16 +37,18 @@ class Settings(BaseModel):
         None, description="Model folder, .gguf file or hub id. Left out: the demo model"
     )
     served_model_name: str | None = Field(
-        None, description="Name of the base model in the API (default: the model's own)"
+        None, description="Name of the base model in the API (default: MODEL as given)"
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="`dummy`: random weights of the model's shape, for benchmarks"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Of the weights; auto: float32 on a CPU, the checkpoint's on a GPU"
+        "auto", description="Number format; auto: float32 on a CPU, the checkpoint's on a GPU"
     )
-    tensor_parallel_size: Literal[1] = Field(1, description="GPUs to cut the model over")
+    tensor_parallel_size: Literal[1] = Field(
+        1, description="GPUs to cut the model over; so far only 1"
+    )
 
     max_model_len: Count | None = Field(
         None, description="Longest prompt and answer, in tokens (default: the model's)"
@@ -57,7 +59,7 @@ class Settings(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of the GPU's memory to use"
     )
-    cpu_kv_memory: Size = Field(2**30, description="Size of the KV cache on a CPU")
+    cpu_kv_memory: Size = Field(2**30, description="Size of the KV cache on a CPU (default: 1GiB)")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompts")
 
     adapters: dict[str, Path] = Field(
@@ -69,7 +71,9 @@ class Settings(BaseModel):
     max_loras: Count = Field(32, description="Distinct adapters in one step")
     max_lora_rank: Count = Field(64, description="Largest rank that an adapter may have")
     lora_memory: Size | None = Field(
-        None, description="GPU pool of adapters (default: max-loras adapters of the largest rank)"
+        None,
+        description="GPU pool of adapters (default: max-loras adapters of the largest rank, in at"
+        " most a quarter of the free memory)",
     )
 
     host: str = Field("127.0.0.1", description="Address to listen on")

@@ -18,7 +18,7 @@ def check_rank(found: PeftTensors, max_rank: int) -> None:
 
 
 def check_fit(found: PeftTensors, specs: Sequence[GroupSpec]) -> None:
-    """Raise AdapterError unless every module is one of the model's and has its sizes."""
+    """Raise AdapterError unless every module is one of the model's and all sizes are its own."""
     by_name = {name: spec for spec in specs for name in (*spec.slice_names, spec.name)}
     for module in found.modules:
         spec = by_name[module.name]
@@ -38,21 +38,9 @@ def check_fit(found: PeftTensors, specs: Sequence[GroupSpec]) -> None:
                     f"for this model it must be {wanted}"
                 )
     _check_fused(found.modules, specs)
-
-
-def check_base_copies(
-    found: PeftTensors, specs: Sequence[GroupSpec], base_weights: Mapping[str, Tensor] | None
-) -> None:
-    """PEFT writes an adapted embedding's own weights beside its factors: they must be the base's.
-
-    `base_weights`: the model's "embed_tokens" and "lm_head", each (vocab, hidden), on any device.
-    Raises AdapterError where the file holds other values, or more rows, or there is nothing to
-    compare with.
-    """
-    sizes = {spec.name: spec for spec in specs}
     for name, copy in found.base_copies.items():
-        vocab = sizes["embed_tokens"].input_size
-        hidden = sizes["lm_head"].input_size
+        vocab = by_name["embed_tokens"].input_size
+        hidden = by_name["lm_head"].input_size
         if copy.shape[0] != vocab:
             raise AdapterError(
                 f"{name}: the file has a vocabulary of {copy.shape[0]} tokens, "
@@ -60,6 +48,16 @@ def check_base_copies(
             )
         if copy.shape[1] != hidden:
             raise AdapterError(f"{name}: hidden size {copy.shape[1]}, the model has {hidden}")
+
+
+def check_base_copies(found: PeftTensors, base_weights: Mapping[str, Tensor] | None) -> None:
+    """PEFT writes an adapted embedding's own weights beside its factors: they must be the base's.
+
+    `base_weights`: the model's "embed_tokens" and "lm_head", each (vocab, hidden), on any device.
+    Raises AdapterError where the file, whose sizes fit, holds other values, or there is nothing to
+    compare with.
+    """
+    for name, copy in found.base_copies.items():
         if base_weights is None:
             raise AdapterError(f"{name}: the file holds its weights; there is no model to compare")
         if not _equal(copy, base_weights[name]):

@@ -7,7 +7,7 @@ from pathlib import Path
 from lorakeet.lora.adapter import GroupSpec
 from lorakeet.lora.canonical import check_fit, check_rank
 from lorakeet.lora.peft_config import Scaling
-from lorakeet.lora.peft_files import MAX_WEIGHTS_BYTES, read_files
+from lorakeet.lora.peft_files import max_weights_bytes, read_files
 from lorakeet.lora.peft_tensors import parse_tensors
 
 
@@ -48,19 +48,16 @@ class Description:
             yield f"{name:<12} a copy of the base model's weights: must equal them to load"
 
 
-def describe(
-    folder: Path, specs: Sequence[GroupSpec] | None = None, *, max_rank: int | None = None
-) -> Description:
-    """Read and check an adapter folder; against a model, a limit, where they are given.
+def describe(folder: Path, specs: Sequence[GroupSpec], *, max_rank: int) -> Description:
+    """Read an adapter folder and check it as `read_adapter` does, but for what needs the model's
+    weights: the values of `base_copies`, and whether all fits the model's dtype.
 
-    Raises AdapterNotFoundError and AdapterError as `read_adapter` does.
+    Raises AdapterNotFoundError and AdapterError.
     """
-    config, tensors = read_files(folder, MAX_WEIGHTS_BYTES)
+    config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
     found = parse_tensors(config, tensors)
-    if max_rank is not None:
-        check_rank(found, max_rank)
-    if specs is not None:
-        check_fit(found, specs)
+    check_rank(found, max_rank)
+    check_fit(found, specs)
     factors = [tensor for module in found.modules for tensor in (module.a, module.b)]
     layers: dict[tuple[str, Scaling], list[int]] = {}
     for module in found.modules:

@@ -25,7 +25,6 @@ from lorakeet.lora.peft_tensors import parse_tensors
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_CONFIG_BYTES = 4 * 2**20
-MAX_WEIGHTS_BYTES = 16 * 2**30  # where there is no model to tell how much an adapter can hold
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def read_adapter(
     found = parse_tensors(config, tensors)
     check_rank(found, max_rank)
     check_fit(found, specs)
-    check_base_copies(found, specs, base_weights)
+    check_base_copies(found, base_weights)
     _warn_of_other_base(config, base_model)
     adapter = pack(found, specs, dtype, pin_memory=pin_memory)
     on_stage("check", time.monotonic() - read)

@@ -1,14 +1,14 @@
 """LoRA deltas on the CPU, where decode is bound by memory: float32 weights are read in place.
 
-Work is a list of pairs: a token row, and one rank row of its adapter.
+Rows of few tokens each, as in decode, are a list of pairs: a token row, and one rank row of its
+adapter.
 
 - shrink: `h[pair] = A[rank row] · x[token]`, a matrix product sampled at the pairs;
 - expand: `delta[token] = Σ h[pair] B[rank row]` over its pairs. B is rank-major, so this is an
   embedding bag: B is the table and h weighs its rows.
 
-A token meets no rows but its own, so its result is the same bits in any batch, and nothing past a
-true rank is read. The cost for prefill is a few times that of dense products, but small beside the
-base layer's.
+Runs of many adjacent rows, as in prefill, are dense products with the adapter's gathered rows.
+Either way a token meets no rows but its own adapter's, and nothing past a true rank is read.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lorakeet.kernels.segments import Delta
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
-from lorakeet.lora.torch_plan import Plan, get_plan
+from lorakeet.lora.torch_plan import Pairs, Run, get_plan
+from lorakeet.models.sparse import sampled_products
 
 
 class TorchBackend:
@@ -36,9 +37,14 @@ class TorchBackend:
         plan = get_plan(weights, batch, x.shape[0])
         if plan is None:
             return
-        a = _widen(weights.a, 1, plan).flatten(0, 1)
-        h = torch.sparse.sampled_addmm(plan.pattern, x.to(a.dtype), a.t(), beta=0.0).values()
-        _expand(h, weights.b, y, plan)
+        for run in plan.runs:
+            a = weights.a.index_select(1, run.rows).flatten(0, 1)
+            h = x[run.start : run.stop].to(plan.dtype) @ a.to(plan.dtype).t()
+            _expand_run(h, weights, y, run)
+        if (pairs := plan.pairs) is not None:
+            a = _widen(weights.a, 1, pairs).flatten(0, 1)
+            h = sampled_products(pairs.pattern, x.to(plan.dtype), a)
+            _expand_pairs(h, weights.b, y, pairs)
 
     def add_embedding(
         self, y: Tensor, token_ids: Tensor, weights: LayerWeights, batch: LoRABatch
@@ -46,28 +52,49 @@ class TorchBackend:
         plan = get_plan(weights, batch, token_ids.shape[0])
         if plan is None:
             return
-        h = weights.a[0][plan.pair_rows, token_ids[plan.pair_tokens]]
-        _expand(h.to(plan.pattern.dtype), weights.b, y, plan)
+        for run in plan.runs:
+            h = weights.a[0][run.rows, token_ids[run.start : run.stop, None]]
+            _expand_run(h.to(plan.dtype), weights, y, run)
+        if (pairs := plan.pairs) is not None:
+            h = weights.a[0][pairs.pair_rows, token_ids[pairs.pair_tokens]]
+            _expand_pairs(h.to(plan.dtype), weights.b, y, pairs)
 
 
-def _widen(values: Tensor, dim: int, plan: Plan) -> Tensor:
-    if plan.widened_rows is None:
+def _expand_run(h: Tensor, weights: LayerWeights, y: Tensor, run: Run) -> None:
+    """h: (rows of the run, slices * rank)."""
+    if run.scaling != 1:
+        h = h * run.scaling
+    sizes = list(weights.slice_sizes)
+    y_parts = torch.split(y[run.start : run.stop], sizes, dim=1)
+    b_parts = torch.split(weights.b.index_select(0, run.rows).to(h.dtype), sizes, dim=1)
+    h_parts = h.chunk(len(sizes), dim=1)
+    for y_part, h_part, b_part in zip(y_parts, h_parts, b_parts, strict=True):
+        if y.dtype == h.dtype:
+            y_part.addmm_(h_part, b_part)
+        else:
+            y_part.copy_(torch.addmm(y_part.to(h.dtype), h_part, b_part))
+
+
+def _widen(values: Tensor, dim: int, pairs: Pairs) -> Tensor:
+    if pairs.widened_rows is None:
         return values
-    return values.index_select(dim, plan.widened_rows).to(plan.pattern.dtype)
+    return values.index_select(dim, pairs.widened_rows).to(pairs.pattern.dtype)
 
 
-def _expand(h: Tensor, b: Tensor, y: Tensor, plan: Plan) -> None:
+def _expand_pairs(h: Tensor, b: Tensor, y: Tensor, pairs: Pairs) -> None:
     """h: one value for each entry of the pattern, in its order."""
-    if plan.bag_values is not None:
-        h = h.index_select(0, plan.bag_values)
-    if plan.bag_scalings is not None:
-        h = h * plan.bag_scalings
-    table = _widen(b, 0, plan).view(-1, b.shape[1] // plan.num_chunks)
+    if pairs.bag_values is not None:
+        h = h.index_select(0, pairs.bag_values)
+    if pairs.bag_scalings is not None:
+        h = h * pairs.bag_scalings
+    table = _widen(b, 0, pairs).view(-1, b.shape[1] // pairs.num_chunks)
     bags = nn.functional.embedding_bag(
-        plan.bag_rows, table, plan.bag_starts, mode="sum", per_sample_weights=h
+        pairs.bag_rows, table, pairs.bag_starts, mode="sum", per_sample_weights=h
     )
     delta = bags.view(-1, y.shape[1])
-    if y.dtype == delta.dtype:
-        y.index_add_(0, plan.tokens, delta)
+    if pairs.tokens is None:
+        y.add_(delta)
+    elif y.dtype == delta.dtype:
+        y.index_add_(0, pairs.tokens, delta)
     else:
-        y[plan.tokens] = (y[plan.tokens] + delta).to(y.dtype)
+        y[pairs.tokens] = (y[pairs.tokens] + delta).to(y.dtype)

@@ -1,7 +1,7 @@
 """The index work of the torch backend, done once in a pass for all layers that are alike."""
 
 import math
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,23 +12,33 @@ from torch import Tensor
 from lorakeet.kernels.segments import Segments
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
-
-with warnings.catch_warnings(action="ignore"):
-    # the first CSR tensor of a process warns that they are in beta: no news for the user
-    torch.sparse_csr_tensor([0], [], [], size=(0, 0))
+from lorakeet.models.sparse import pair_pattern
 
 Ints = NDArray[np.int64]
 
 
+_RUN = 32  # adjacent rows of one adapter from which dense products are the faster way
+
+
 @dataclass(frozen=True)
-class Plan:
-    """The N pairs (token row, rank row) of a pass, in token order.
+class Run:
+    """Adjacent token rows of one adapter, `start` to `stop`, as a prompt has them."""
+
+    start: int
+    stop: int
+    rows: Tensor  # (rank,) int64, rows of the pool
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The N pairs (token row, rank row) of the other token rows, in token order.
 
     B's outputs are cut into equal chunks, each inside one slice, so that one embedding bag serves
     all slices: a bag holds the rank rows of one token for one chunk.
     """
 
-    tokens: Tensor  # (U,) int64, token rows that get a delta, ascending
+    tokens: Tensor | None  # (U,) int64, token rows that get a delta, ascending; None: all
     pair_tokens: Tensor  # (N,) int64
     pair_rows: Tensor  # (N,) int64, rows of the pool
     widened_rows: Tensor | None  # int64, rows of the pool to copy as float32; None: use in place
@@ -41,6 +51,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What a layer adds; a token row is in one run, or in pairs, or has no delta."""
+
+    runs: tuple[Run, ...]
+    pairs: Pairs | None
+    dtype: torch.dtype  # of the products: float32 for narrower weights
+
+
+@dataclass(frozen=True)
 class _Rows:
     """Token rows with an adapter, ascending, on the host. One with two adapters is there twice."""
 
@@ -48,35 +67,71 @@ class _Rows:
     slots: Ints
     scalings: NDArray[np.float32]
 
+    def __getitem__(self, index: Ints | NDArray[np.bool_]) -> "_Rows":
+        return _Rows(self.tokens[index], self.slots[index], self.scalings[index])
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A pass's rows: the first ones of the runs, how long these are, and all the others."""
+
+    runs: _Rows
+    lengths: Ints
+    others: _Rows
+
 
 def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
     """The pass's plan for a layer like this one; None when no row's adapter changes it."""
-    rows = batch.cached("rows", lambda: _get_rows(batch.segments))
-    ranks = weights.host_ranks[rows.slots]
+    work = batch.cached("work", lambda: _get_work(batch.segments))
+    run_ranks = weights.host_ranks[work.runs.slots]
+    ranks = weights.host_ranks[work.others.slots]
     slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
-    return batch.cached(
-        (slices, ranks.tobytes()), lambda: _make_plan(weights, rows, ranks, num_tokens)
-    )
+
+    def make() -> Plan | None:
+        runs = tuple(_make_runs(weights, work, run_ranks))
+        pairs = _make_pairs(weights, work.others, ranks, num_tokens) if ranks.any() else None
+        dtype = torch.promote_types(weights.b.dtype, torch.float32)
+        return Plan(runs, pairs, dtype) if runs or pairs is not None else None
+
+    return batch.cached((slices, run_ranks.tobytes(), ranks.tobytes()), make)
 
 
-def _get_rows(segments: Segments) -> _Rows:
+def _get_work(segments: Segments) -> _Work:
     lengths = segments.lengths.numpy()
     positions = _ranges(segments.starts.numpy(), lengths)
     tokens = segments.permutation.numpy()[positions]
     order = np.argsort(tokens, kind="stable")
-    return _Rows(
+    rows = _Rows(
         tokens=tokens[order].astype(np.int64),
         slots=np.repeat(segments.weight_indices.numpy(), lengths)[order].astype(np.int64),
         scalings=np.repeat(segments.scalings.numpy(), lengths)[order],
     )
+    goes_on = np.diff(rows.tokens) == 1
+    goes_on &= (np.diff(rows.slots) == 0) & (np.diff(rows.scalings) == 0)
+    starts = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    run_lengths = np.diff(np.append(starts, len(rows.tokens)))
+    is_run = run_lengths >= _RUN
+    return _Work(rows[starts[is_run]], run_lengths[is_run], rows[~np.repeat(is_run, run_lengths)])
 
 
-def _make_plan(
+def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> Iterator[Run]:
+    runs = work.runs
+    for start, length, slot, scaling, rank in zip(
+        runs.tokens.tolist(),
+        work.lengths.tolist(),
+        runs.slots.tolist(),
+        runs.scalings.tolist(),
+        ranks.tolist(),
+        strict=True,
+    ):
+        if rank:
+            yield Run(start, start + length, weights.row_table[slot, :rank].long(), scaling)
+
+
+def _make_pairs(
     weights: LayerWeights, rows: _Rows, ranks: NDArray[np.int32], num_tokens: int
-) -> Plan | None:
+) -> Pairs:
     """`ranks`: of each of `rows`."""
-    if not ranks.any():
-        return None
     row_of_pair = np.repeat(np.arange(len(ranks)), ranks)
     pair_tokens = rows.tokens[row_of_pair]
     nth_rank = _ranges(np.zeros_like(ranks), ranks)
@@ -98,8 +153,8 @@ def _make_plan(
         values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
     scalings = rows.scalings[row_of_pair][pairs]
     dtype = torch.promote_types(weights.b.dtype, torch.float32)
-    return Plan(
-        tokens=torch.from_numpy(np.flatnonzero(counts)),
+    return Pairs(
+        tokens=None if counts.all() else torch.from_numpy(np.flatnonzero(counts)),
         pair_tokens=torch.from_numpy(pair_tokens),
         pair_rows=torch.from_numpy(pair_rows),
         widened_rows=None if widened_rows is None else torch.from_numpy(widened_rows),
@@ -117,12 +172,11 @@ def _pattern(
 ) -> Tensor:
     """`rows`: the row of each pair, out of `num_rows`; `counts`: pairs of each token."""
     pairs, slices = _repeat_pairs(counts, num_slices)
-    return torch.sparse_csr_tensor(
+    return pair_pattern(
         torch.from_numpy(_bounds(counts * num_slices)),
         torch.from_numpy((slices * num_rows + rows[pairs]).astype(np.int32)),
-        torch.zeros(len(pairs), dtype=dtype),
-        size=(len(counts), num_slices * num_rows),
-        check_invariants=False,  # a token's columns need not ascend
+        num_slices * num_rows,
+        dtype,
     )
 
 

@@ -9,22 +9,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import LayerCache
+from lorakeet.models.sparse import pair_pattern, sampled_products
 
 
 @dataclass(frozen=True)
 class _Decodes:
-    """N sequences with one query each, over L gathered cache rows each.
+    """N sequences with one query each. A pair is one query head and one position that it sees.
 
-    Rows past a sequence's end repeat its own last one, so a masked score is still of finite data:
-    nothing that another sequence left in a block is ever read, not even to be masked.
+    Keys and values are read where they lie: nothing is copied, no sequence is padded to another's
+    length, and nothing that another sequence left in a block is ever read. Those of 16 bits are
+    gathered and widened.
     """
 
-    rows: Tensor  # (N * L,) int64 places in the cache
-    mask: Tensor | None  # (N, 1, 1, L), 0 or -inf
+    gathered: Tensor | None  # int64 places in the cache; None: pairs name the places themselves
+    pattern: Tensor  # CSR (N * heads, places * kv_heads), the pairs of each query head
+    bag_rows: Tensor  # (pairs,) int32, the same columns
+    bag_starts: Tensor  # (N * heads,) int32
+    scores: Tensor  # (pairs,) int64, where each score goes in (N * heads, longest)
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class _Prefill:
 
 
 class TorchAttention:
-    """The attention of one pass on the CPU: all decodes in one padded product, each prefill chunk
-    in one of its own.
+    """The attention of one pass on the CPU: all decodes at once, pair by pair; each prefill chunk
+    in a dense product of its own.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
@@ -51,7 +57,7 @@ class TorchAttention:
             self._kv_slots = batch.kv_slots[self._written]
         self._query_starts: list[int] = batch.query_starts.tolist()
         self._context_lens: list[int] = batch.context_lens.tolist()
-        self._plans: dict[tuple[int | None, int], tuple[_Decodes | None, list[_Prefill]]] = {}
+        self._plans: dict[int | None, tuple[_Decodes | None, list[_Prefill]]] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, scale: float, window: int | None
@@ -65,7 +71,7 @@ class TorchAttention:
             k, v = k[self._written], v[self._written]
         keys.index_copy_(0, self._kv_slots, k)
         values.index_copy_(0, self._kv_slots, v)
-        decodes, prefills = self._plan(window, cache.block_size, q.dtype)
+        decodes, prefills = self._plan(window, cache, q)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if decodes is not None:
             count = self._batch.num_decodes
@@ -80,36 +86,52 @@ class TorchAttention:
         return out
 
     def _plan(
-        self, window: int | None, block_size: int, dtype: torch.dtype
+        self, window: int | None, cache: LayerCache, q: Tensor
     ) -> tuple[_Decodes | None, list[_Prefill]]:
         """Made at the first layer with this window, used by all that follow."""
-        plan = self._plans.get((window, block_size))
+        plan = self._plans.get(window)
         if plan is None:
             sequences = range(self._batch.num_decodes, len(self._context_lens))
             plan = (
-                self._plan_decodes(window, block_size, dtype),
-                [self._plan_prefill(index, window, block_size, dtype) for index in sequences],
+                self._plan_decodes(window, cache, q),
+                [self._plan_prefill(i, window, cache.block_size, q.dtype) for i in sequences],
             )
-            self._plans[window, block_size] = plan
+            self._plans[window] = plan
         return plan
 
-    def _plan_decodes(
-        self, window: int | None, block_size: int, dtype: torch.dtype
-    ) -> _Decodes | None:
-        count = self._batch.num_decodes
+    def _plan_decodes(self, window: int | None, cache: LayerCache, q: Tensor) -> _Decodes | None:
+        count, heads = self._batch.num_decodes, q.shape[1]
         if count == 0:
             return None
         # padding has no context: it looks at one row of block 0, and nobody looks at its result
         lengths = self._batch.context_lens[:count, None].long().clamp(min=1)
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
         longest = int(lengths.max())
-        steps = torch.arange(longest if window is None else min(longest, window))
-        positions = first + steps
-        blocks = self._batch.block_tables[:count].long()
-        rows = _cache_rows(blocks, torch.minimum(positions, lengths - 1), block_size)
+        positions = first + torch.arange(longest if window is None else min(longest, window))
         visible = positions < lengths
-        mask = None if visible.all() else _additive(visible, dtype)[:, None, None]
-        return _Decodes(rows.flatten(), mask)
+        blocks = self._batch.block_tables[:count].long()
+        rows = _cache_rows(blocks, torch.minimum(positions, lengths - 1), cache.block_size)
+        num_blocks, block_size, kv_heads, _ = cache.keys.shape
+        gathered, num_rows = None, num_blocks * block_size
+        if q.dtype.itemsize < 4:
+            gathered = rows[visible]
+            num_rows = len(gathered)
+            rows = (visible.flatten().cumsum(0) - 1).view_as(rows)
+        kv_head = torch.arange(heads)[:, None] // (heads // kv_heads)
+        columns = rows[:, None] * kv_heads + kv_head  # (N, heads, positions)
+        wanted = visible[:, None].expand_as(columns)
+        starts = torch.zeros(count * heads + 1, dtype=torch.int32)
+        starts[1:] = wanted.sum(2).flatten().cumsum(0)
+        bag_rows = columns[wanted].int()
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return _Decodes(
+            gathered,
+            pair_pattern(starts, bag_rows, num_rows * kv_heads, dtype),
+            bag_rows,
+            bag_starts=starts[:-1],
+            scores=wanted.flatten().nonzero()[:, 0],
+            longest=positions.shape[1],
+        )
 
     def _plan_prefill(
         self, index: int, window: int | None, block_size: int, dtype: torch.dtype
@@ -143,18 +165,24 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def _attend_decodes(
     q: Tensor, keys: Tensor, values: Tensor, plan: _Decodes, scale: float
 ) -> Tensor:
-    """q: (N, heads, head_dim). The heads of one KV head stand where a chunk's queries would."""
-    count, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    shape = (count, -1, kv_heads, head_dim)
-    attended = scaled_dot_product_attention(
-        q.view(count, kv_heads, heads // kv_heads, head_dim),
-        keys.index_select(0, plan.rows).view(shape).transpose(1, 2),
-        values.index_select(0, plan.rows).view(shape).transpose(1, 2),
-        attn_mask=plan.mask,
-        scale=scale,
+    """q: (N, heads, head_dim). Scores are padded for the softmax alone."""
+    size, dtype = q.shape[-1], plan.pattern.dtype
+    if plan.gathered is not None:
+        keys = keys.index_select(0, plan.gathered).to(dtype)
+        values = values.index_select(0, plan.gathered).to(dtype)
+    queries = q.reshape(-1, size).to(dtype)
+    scores = sampled_products(plan.pattern, queries, keys.view(-1, size), scale)
+    padded = scores.new_full((len(queries) * plan.longest,), float("-inf"))
+    padded.index_copy_(0, plan.scores, scores)
+    weights = padded.view(-1, plan.longest).softmax(dim=1).view(-1).index_select(0, plan.scores)
+    attended = embedding_bag(
+        plan.bag_rows,
+        values.view(-1, size),
+        plan.bag_starts,
+        mode="sum",
+        per_sample_weights=weights,
     )
-    return attended.reshape(count, heads, head_dim)
+    return attended.view_as(q).to(q.dtype)
 
 
 def _attend_chunk(

@@ -3,6 +3,9 @@
 Base layers ignore the batch; the wrappers in `lorakeet.lora.layers` read adapters from it. Weights
 are made uninitialized. `checkpoint_slices` is the one place that knows which part of a checkpoint's
 tensor a layer holds: tensor parallelism will cut there.
+
+On the CPU float32 products are oneDNN's, with weights packed into its blocked layout: with AVX-512
+they take half to a third of the time of MKL's, which is what `linear` calls.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +40,11 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(T, input_size) → (T, output_size)."""
-        return linear(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Only after `checkpoint_slices`' views are filled: a packed weight has no views."""
+        self.weight = _packed(self.weight)
 
     def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue[T]) -> T:
         """What `then` makes of the output, and of the part of it that a wrapped layer leaves."""
@@ -96,17 +103,46 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Hidden states → logits. Tied, its `weight` is the embedding's own tensor."""
+    """Hidden states → logits. Tied, its `weight` is the embedding's own tensor.
+
+    Packed, it keeps `weight` too: adapters that bring a copy of the head are compared with it.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.packed: nn.Parameter | None = None
 
     def tie(self, embed_tokens: VocabParallelEmbedding) -> None:
         self.weight = embed_tokens.weight
 
+    def pack(self) -> None:
+        self.packed = _packed(self.weight)
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(L, hidden_size) → (L, vocab_size)."""
-        return linear(x, self.weight)
+        return _linear(x, self.weight if self.packed is None else self.packed, None)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Pack the float32 weights of a loaded model on the CPU; nothing where there is no oneDNN."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear | ParallelLMHead):
+            weight = layer.weight
+            if weight.dtype == torch.float32 and weight.device.type == "cpu":
+                layer.pack()
+
+
+def _packed(weight: Tensor) -> nn.Parameter:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return nn.Parameter(packed, requires_grad=False)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return linear(x, weight, bias)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lorakeet.models.config import ModelConfig, load_config
 from lorakeet.models.llama import LlamaForCausalLM
-from lorakeet.models.parallel import ParallelLinear
+from lorakeet.models.parallel import ParallelLinear, pack_weights
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -46,6 +46,7 @@ def load_model(
         fill_randomly(model)
     else:
         load_weights(model, folder)
+    pack_weights(model)
     return model
 
 

@@ -4,14 +4,15 @@ import hmac
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
+from pydantic.json_schema import models_json_schema
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakeet.server.api import (
@@ -22,42 +23,98 @@ from lorakeet.server.api import (
     models,
     tokenize,
 )
-from lorakeet.server.errors import APIError, AuthenticationError, InternalError, error_body
+from lorakeet.server.api.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadRequest,
+    TokenizeRequest,
+    UnloadRequest,
+    Wire,
+)
+from lorakeet.server.engine.client import EngineDeadError
+from lorakeet.server.errors import (
+    APIError,
+    AuthenticationError,
+    InternalError,
+    UnavailableError,
+    error_body,
+)
 from lorakeet.server.state import Server
 
+_SCHEMAS = "#/components/schemas/"
+_BODIES: tuple[type[Wire], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    LoadRequest,
+    UnloadRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 OPEN_PATHS = {"/health", "/metrics"}  # all others need the key, and a server that is ready
+CLIENT_GONE = 499  # in the log: the client went before there was an answer
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = structlog.stdlib.get_logger("lorakeet.request")
 
 
 def create_app(server: Server) -> ASGIApp:
-    routes = [
-        Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions.completions, methods=["POST"]),
-        Route("/v1/models", models.list_models),
-        Route("/v1/models/{model:path}", models.get_model),
-        Route("/v1/load_lora_adapter", adapters.load_lora_adapter, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", adapters.unload_lora_adapter, methods=["POST"]),
-        Route("/v1/adapters", adapters.list_adapters),
-        Route("/v1/adapters/{name:path}", adapters.get_adapter),
-        Route("/v1/adapters/{name:path}", adapters.delete_adapter, methods=["DELETE"]),
-        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
-        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
-        Route("/health", health.health),
-        Route("/metrics", health.metrics),
-    ]
-    app = Starlette(
-        routes=routes,
+    """All routes; `/openapi.json` and `/docs` describe them."""
+    app = FastAPI(
+        title="Lorakeet",
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
         exception_handlers={
             APIError: _api_error,
             HTTPException: _http_error,
+            ClientDisconnect: _client_gone,
+            EngineDeadError: _engine_dead,
             Exception: _unexpected_error,
         },
     )
-    app.router.redirect_slashes = False
+    _add(app, "POST", "/v1/chat/completions", chat.chat_completions, ChatRequest)
+    _add(app, "POST", "/v1/completions", completions.completions, CompletionRequest)
+    _add(app, "GET", "/v1/models", models.list_models)
+    _add(app, "GET", "/v1/models/{model:path}", models.get_model)
+    _add(app, "POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, LoadRequest)
+    _add(app, "POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, UnloadRequest)
+    _add(app, "GET", "/v1/adapters", adapters.list_adapters)
+    _add(app, "POST", "/v1/adapters", adapters.create_adapter, LoadRequest)
+    _add(app, "GET", "/v1/adapters/{name:path}", adapters.get_adapter)
+    _add(app, "DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter)
+    _add(app, "POST", "/tokenize", tokenize.tokenize, TokenizeRequest)
+    _add(app, "POST", "/detokenize", tokenize.detokenize, DetokenizeRequest)
+    _add(app, "GET", "/health", health.health)
+    _add(app, "GET", "/metrics", health.metrics)
+    _, definitions = models_json_schema(
+        [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS + "{model}"
+    )
+    app.openapi()["components"] = {"schemas": definitions["$defs"]}
     app.state.server = server
     return Gate(app, server)
+
+
+def _add(
+    app: FastAPI,
+    method: str,
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    body: type[Wire] | None = None,
+) -> None:
+    """Endpoints read their own body (`read_body`): FastAPI routes to them and describes them."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        schema = {"$ref": _SCHEMAS + body.__name__}
+        extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=[method],
+        operation_id=endpoint.__name__,
+        openapi_extra=extra,
+        response_model=None,
+    )
 
 
 class Gate:
@@ -76,7 +133,7 @@ class Gate:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        status = 499  # the client went before there was an answer
+        status = CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -133,6 +190,15 @@ async def _http_error(_: Request, error: Exception) -> Response:
         error.detail, "invalid_request_error", None, code.get(error.status_code, "bad_request")
     )
     return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    """It went while it sent its request: nobody reads this."""
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _engine_dead(_: Request, __: Exception) -> Response:
+    return _response(UnavailableError("The engine has died", code="dead"))
 
 
 async def _unexpected_error(_: Request, __: Exception) -> Response:

@@ -12,7 +12,9 @@ from lorakeet.configs.settings import Settings, SettingsError
 app = typer.Typer(
     help="Serve one Llama-style model and thousands of its LoRA adapters at once.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names off
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 adapters_app = typer.Typer(help="Work with adapter files.", no_args_is_help=True)
@@ -23,9 +25,8 @@ def _setting(name: str, *flags: str, **extra: Any) -> Any:
     """A command-line option for one setting: its help and its default come from `Settings`."""
     field = Settings.model_fields[name]
     text = field.description or ""
-    if field.default not in (None, (), False) and not field.is_required() and not extra.get("bare"):
+    if isinstance(field.default, str | int | float) and "default:" not in text:
         text += f" (default: {field.default})"
-    extra.pop("bare", None)
     return typer.Option(*flags, help=text, show_default=False, **extra)
 
 
@@ -52,10 +53,10 @@ def serve(
         Path | None, typer.Option(help="YAML file of settings; options given here win")
     ] = None,
     adapter: Annotated[
-        list[str] | None, _setting("adapters", "--adapter", metavar="NAME=PATH", bare=True)
+        list[str] | None, _setting("adapters", "--adapter", metavar="NAME=PATH")
     ] = None,
     adapter_dir: Annotated[
-        list[Path] | None, _setting("adapter_dirs", "--adapter-dir", metavar="DIR", bare=True)
+        list[Path] | None, _setting("adapter_dirs", "--adapter-dir", metavar="DIR")
     ] = None,
     served_model_name: Annotated[str | None, _setting("served_model_name")] = None,
     load_format: Annotated[str | None, _setting("load_format", metavar="auto|dummy")] = None,
@@ -104,14 +105,17 @@ def serve(
 def bench(
     url: Annotated[str, typer.Option(help="The server, for example http://127.0.0.1:8000")],
     adapters: Annotated[
-        str, typer.Option(help="Names to ask for, a comma list or `all`; none: the base model")
+        str,
+        typer.Option(
+            help="Names to ask for, a comma list or `all`; `base` and none: the base model"
+        ),
     ] = "",
     rate: Annotated[float, typer.Option(help="Requests a second", min=1e-3)] = 2.0,
     cv: Annotated[
         float, typer.Option(help="Coefficient of variation of the arrival times", min=1e-2)
     ] = 1.0,
     alpha: Annotated[
-        float, typer.Option(help="Power law of adapter choice; 0: all the same", min=0.0)
+        float, typer.Option(help="Power law of adapter choice; 0: each as often", min=0.0)
     ] = 1.0,
     input_len: Annotated[str, typer.Option(help="Prompt tokens, LOW:HIGH")] = "8:512",
     output_len: Annotated[str, typer.Option(help="Answer tokens, LOW:HIGH")] = "8:512",
@@ -124,7 +128,7 @@ def bench(
         str | None, typer.Option(envvar="LORAKEET_API_KEY", help="Bearer token to send")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="Send random token ids below this, not words", min=2)
+        int | None, typer.Option(help="Send random token ids below this instead of words", min=2)
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for full-length answers (not every server can)")
@@ -191,13 +195,13 @@ def check(
     from lorakeet.lora.describe import describe
     from lorakeet.lora.specs import group_specs
     from lorakeet.models.config import UnsupportedModelError, load_config
-    from lorakeet.models.hub import ModelNotFoundError, resolve_model
-    from lorakeet.server.demo import DemoModelError, demo_model
+    from lorakeet.models.hub import ModelNotFoundError
+    from lorakeet.server.demo import DemoModelError, model_folder
 
     rank = max_lora_rank or Settings.model_fields["max_lora_rank"].default
     try:
-        folder = demo_model() if model is None else resolve_model(model)
-        description = describe(path, group_specs(load_config(folder)), max_rank=rank)
+        specs = group_specs(load_config(model_folder(model)))
+        description = describe(path, specs, max_rank=rank)
     except (ModelNotFoundError, UnsupportedModelError, DemoModelError) as error:
         _fail(str(error))
     except AdapterError as error:
@@ -220,3 +224,7 @@ def _fail(message: str) -> NoReturn:
 
 def main() -> None:
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

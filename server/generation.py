@@ -35,6 +35,7 @@ class Delta:
     num_tokens: int
     logprobs: list[ScoredToken]
     finish_reason: str | None
+    queue_seconds: float | None  # with the first one: how long it waited for the engine
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Choice:
             self.finish_reason = "stop" if cut else output.finish_reason
         text = self.output.take()
         scored = self._take_scored(whole=self.finish_reason is not None and not cut)
-        return Delta(self.index, text, self.num_tokens - before, scored, self.finish_reason)
+        num_tokens = self.num_tokens - before
+        return Delta(self.index, text, num_tokens, scored, self.finish_reason, output.queue_seconds)
 
     def _add_tokens(self, output: RequestOutput) -> bool:
         """True: a stop string cuts the text."""

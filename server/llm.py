@@ -20,12 +20,10 @@ from tqdm import tqdm
 
 from lorakeet.configs import settings as settings_module
 from lorakeet.configs.settings import Settings
-from lorakeet.models.hub import resolve_model
 from lorakeet.server import admission, generation
 from lorakeet.server.admission import Prompt, ValidRequest
 from lorakeet.server.api.chat import chat_tokens
 from lorakeet.server.api.schemas import CompletionRequest, Message
-from lorakeet.server.demo import demo_model
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 from lorakeet.server.errors import APIError, GenerationError
@@ -78,7 +76,8 @@ class LLM:
     ) -> None:
         """`model` and `settings` are as in `Settings`; `adapters` maps names to PEFT folders.
 
-        Raises SettingsError, EngineDeadError, and ValueError for an adapter that cannot be loaded.
+        Raises SettingsError, what `Server.start` raises for a model that cannot be served, and
+        ValueError for an adapter that cannot be loaded.
         """
         plan = settings_module.load(
             model=None if model is None else str(model),
@@ -185,9 +184,7 @@ class _LoopThread:
 async def _start(settings: Settings) -> Server:
     server = Server(settings, InlineEngine(settings))
     try:
-        await server.start(
-            lambda: resolve_model(settings.model) if settings.model else demo_model()
-        )
+        await server.start()
     except BaseException:
         await _shut_down(server)
         raise

@@ -1,7 +1,7 @@
 """Prometheus metrics: `lorakeet:*`, and the `vllm:*` names that fleet tools read.
 
 The number of series is bounded: an adapter has its own while it is loaded and one of the first
-`MAX_ADAPTER_LABELS`; all others count as "other".
+`MAX_ADAPTER_LABELS`; all others count as "_other", which is no possible name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from lorakeet.configs.settings import Settings
 from lorakeet.server.engine.messages import EngineInfo, EngineStats
 
 MAX_ADAPTER_LABELS = 200
-OTHER = "other"
+OTHER = "_other"
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 10)
@@ -50,7 +50,7 @@ class Metrics:
             self._adapter_labels.add(name)
 
     def forget_adapter(self, name: str) -> None:
-        """Remove its series: what its last requests still do counts as "other"."""
+        """Remove its series: what its last requests still do counts as `OTHER`."""
         if name in self._adapter_labels:
             self._adapter_labels.discard(name)
             for kind in ("prompt", "generation"):
@@ -97,8 +97,8 @@ class _EngineCollector(Collector):
             yield _gauge(prefix + "num_requests_running", stats.num_running)
             yield _gauge(prefix + "num_requests_waiting", stats.num_waiting)
             yield _gauge(prefix + "kv_cache_usage_perc", kv_usage)
-        yield self._cache_config()
-        yield self._lora_requests(stats)
+            yield _info(prefix + "cache_config_info", self._cache_config())
+            yield _info(prefix + "lora_requests_info", self._lora_requests(stats))
         yield _gauge("lorakeet:lora_rows_used", stats.lora_rows_used)
         yield _gauge("lorakeet:lora_rows_total", stats.lora_rows_total)
         yield _count("lorakeet:prefix_cache_queries", stats.prefix_cache_queries)
@@ -112,26 +112,25 @@ class _EngineCollector(Collector):
             memory.add_metric([part], size)
         yield memory
 
-    def _cache_config(self) -> Metric:
-        values = {
+    def _cache_config(self) -> dict[str, str]:
+        return {
             "block_size": str(self._info.block_size),
             "num_gpu_blocks": str(self._info.num_blocks),
             "enable_prefix_caching": str(self._settings.enable_prefix_caching),
             "gpu_memory_utilization": str(self._settings.gpu_memory_utilization),
         }
-        return _info("vllm:cache_config_info", values)
 
-    def _lora_requests(self, stats: EngineStats) -> Metric:
+    def _lora_requests(self, stats: EngineStats) -> dict[str, str]:
+        """Running: resident on the GPU and ready."""
         names = self._adapter_names()
         known = [adapter for adapter in stats.adapters if adapter.adapter_id in names]
         running = sorted(names[a.adapter_id] for a in known if a.tier == "gpu")
         waiting = sorted(names[a.adapter_id] for a in known if a.tier != "gpu" and a.num_waiting)
-        values = {
+        return {
             "max_lora": str(self._info.max_loras),
             "running_lora_adapters": ",".join(running),
             "waiting_lora_adapters": ",".join(waiting),
         }
-        return _info("vllm:lora_requests_info", values)
 
 
 def _gauge(name: str, value: float) -> Metric:

@@ -9,13 +9,11 @@ second signal ends it at once.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,11 +21,12 @@ import uvloop
 
 from lorakeet.configs.settings import Settings
 from lorakeet.models.config import UnsupportedModelError
-from lorakeet.models.hub import ModelNotFoundError, resolve_model
+from lorakeet.models.hub import ModelNotFoundError
 from lorakeet.server import logs
 from lorakeet.server.app import create_app
-from lorakeet.server.demo import DemoModelError, demo_adapters, demo_model
-from lorakeet.server.engine.client import Engine, EngineClient, EngineDeadError
+from lorakeet.server.demo import DemoModelError, demo_adapters, usage_lines
+from lorakeet.server.engine.client import Engine, EngineDeadError
+from lorakeet.server.engine.process_client import EngineProcess
 from lorakeet.server.errors import APIError, UnavailableError
 from lorakeet.server.http import HTTPProtocol
 from lorakeet.server.state import Server
@@ -58,7 +57,7 @@ def run(settings: Settings) -> None:
 
 
 async def _serve_with_engine(settings: Settings) -> int:
-    return await serve(settings, EngineClient(settings))
+    return await serve(settings, EngineProcess(settings))
 
 
 async def serve(settings: Settings, engine: Engine) -> int:
@@ -84,9 +83,10 @@ async def serve(settings: Settings, engine: Engine) -> int:
     )
     signals = _Signals()
     serving = asyncio.create_task(web.serve([listener]))
-    logger.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    url = _url(settings.host, listener.getsockname()[1])
+    logger.info("listening on %s", url)
     try:
-        return await _live(server, signals)
+        return await _live(server, signals, url)
     finally:
         web.should_exit = True
         await serving
@@ -95,8 +95,8 @@ async def serve(settings: Settings, engine: Engine) -> int:
         signals.close()
 
 
-async def _live(server: Server, signals: "_Signals") -> int:
-    starting = asyncio.create_task(server.start(functools.partial(_model_folder, server.settings)))
+async def _live(server: Server, signals: "_Signals", url: str) -> int:
+    starting = asyncio.create_task(server.start())
     await _first_of(starting, signals.first.wait())
     if not starting.done():
         starting.cancel()
@@ -107,7 +107,11 @@ async def _live(server: Server, signals: "_Signals") -> int:
     except _START_ERRORS as error:
         logger.error("cannot start: %s", error)
         return 1
-    logger.info("ready: %s with %d adapters", server.base_name, len(server.registry.versions()))
+    info, adapters = server.engine.info, server.registry.versions()
+    place = f"{info.device}, {info.dtype}"
+    logger.info("ready: %s on %s with %d adapters", server.base_name, place, len(adapters))
+    if server.settings.model is None:
+        _print_usage(server, url)
 
     await _first_of(signals.first.wait(), _done(server.finished))
     if server.phase != "dead":
@@ -140,15 +144,23 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=2048)
 
 
+def _url(host: str, port: int) -> str:
+    """Where clients on this machine reach the server."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _print_usage(server: Server, url: str) -> None:
+    adapters = [version.name for version in server.registry.versions()]
+    needs_key = server.settings.api_key is not None
+    print(*usage_lines(url, server.base_name, adapters, needs_key), sep="\n", flush=True)
+
+
 def _with_demo(settings: Settings) -> Settings:
     """Without a model, the demo model's adapters are served as well."""
     if settings.model is not None:
         return settings
     return settings.model_copy(update={"adapters": demo_adapters() | settings.adapters})
-
-
-def _model_folder(settings: Settings) -> Path:
-    return demo_model() if settings.model is None else resolve_model(settings.model)
 
 
 class _WebServer(uvicorn.Server):

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from starlette.requests import Request
+from fastapi import Request
 
 from lorakeet.configs.settings import Settings
+from lorakeet.server.demo import model_folder
 from lorakeet.server.engine.client import Engine
+from lorakeet.server.engine.messages import EngineStats
 from lorakeet.server.errors import APIError, BadRequestError, OverloadedError, UnavailableError
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.registry import Registry, Version
@@ -20,7 +21,6 @@ from lorakeet.server.tokens import Tokenizer
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 
-_STATS_SECONDS = 0.05  # between looks for a new report; the engine sends a few a second
 _PHASE_MESSAGES = {
     "loading": "The server is loading its model",
     "draining": "The server is shutting down",
@@ -46,24 +46,23 @@ class Server:
         self._reserved = 0  # choices of all requests, queued or running
         self._renderer = TemplateRenderer()
         self._adapter_renderer = TemplateRenderer()  # a bad one must not hold the model's own up
-        self._stats_task: asyncio.Task[None] | None = None
 
-    async def start(self, model_folder: Callable[[], Path]) -> None:
+    async def start(self) -> None:
         """Load tokenizer, engine and the adapters of the settings; then the server is ready.
 
-        Raises what `model_folder` raises, TextConfigError, EngineDeadError, and APIError for an
-        adapter that cannot be loaded.
+        Raises DemoModelError, ModelNotFoundError, UnsupportedModelError, TextConfigError,
+        EngineDeadError, and APIError for an adapter that cannot be loaded.
         """
-        folder = await asyncio.to_thread(model_folder)
+        folder = await asyncio.to_thread(model_folder, self.settings.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer, folder)
         self.registry.base_text = read_text_config(folder)
-        await self.engine.start()
+        self.engine.on_stats(self._observe_slot_loads)
+        await self.engine.start(folder)
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(
             self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_names
         )
-        self._stats_task = asyncio.create_task(self._observe_slot_loads())
         if self.phase == "loading":
             self.phase = "ready"
 
@@ -124,24 +123,16 @@ class Server:
             self.finished.set_result(error)
 
     async def close(self) -> None:
-        if self._stats_task is not None:
-            self._stats_task.cancel()
         await self._renderer.close()
         await self._adapter_renderer.close()
 
     def _adapter_names(self) -> Mapping[int, str]:
         return {version.adapter_id: version.name for version in self.registry.versions()}
 
-    async def _observe_slot_loads(self) -> None:
-        """Each report of the engine holds the copies since the one before."""
-        seen = None
-        while True:
-            stats = self.engine.stats
-            if stats is not seen:
-                seen = stats
-                for seconds in stats.slot_load_seconds:
-                    self.metrics.load_time.labels("copy").observe(seconds)
-            await asyncio.sleep(_STATS_SECONDS)
+    def _observe_slot_loads(self, stats: EngineStats) -> None:
+        """Each report holds the copies since the one before."""
+        for seconds in stats.slot_load_seconds:
+            self.metrics.load_time.labels("copy").observe(seconds)
 
 
 def server_of(request: Request) -> Server:

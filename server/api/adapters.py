@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.api.schemas import LoadRequest, UnloadRequest, read_body
@@ -22,7 +22,7 @@ async def load_lora_adapter(request: Request) -> Response:
         load_inplace=bool(body.load_inplace),
         pinned=bool(body.pinned),
     )
-    return JSONResponse(_loaded(server, version))
+    return JSONResponse(_loaded(version, _states(server)))
 
 
 async def unload_lora_adapter(request: Request) -> Response:
@@ -33,10 +33,15 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def list_adapters(request: Request) -> Response:
     server = server_of(request)
-    loaded = [_loaded(server, version) for version in server.registry.versions()]
+    states = _states(server)
+    loaded = [_loaded(version, states) for version in server.registry.versions()]
     on_disk = await asyncio.to_thread(server.registry.on_disk)
     data = loaded + [_on_disk(name, folder) for name, folder in on_disk.items()]
     return JSONResponse({"object": "list", "data": data})
+
+
+async def create_adapter(request: Request) -> Response:
+    return await load_lora_adapter(request)
 
 
 async def get_adapter(request: Request) -> Response:
@@ -44,7 +49,7 @@ async def get_adapter(request: Request) -> Response:
     name = request.path_params["name"]
     version = server.registry.find(name)
     if version is not None:
-        return JSONResponse(_loaded(server, version))
+        return JSONResponse(_loaded(version, _states(server)))
     if not server.registry.knows(name):
         message = f"The adapter {name!r} does not exist"
         raise NotFoundError(message, code="adapter_not_found")
@@ -60,9 +65,15 @@ async def _unload(server: Server, name: str) -> Response:
     return JSONResponse({"id": name, "object": "adapter", "deleted": True})
 
 
-def _loaded(server: Server, version: Version) -> dict[str, object]:
+def _states(server: Server) -> dict[int, AdapterState]:
+    """By adapter id, from the engine's last report."""
+    return {state.adapter_id: state for state in server.engine.stats.adapters}
+
+
+def _loaded(version: Version, states: dict[int, AdapterState]) -> dict[str, object]:
     loaded = version.loaded
-    state = _state(server, version.adapter_id)
+    unreported = AdapterState(version.adapter_id, "host", 0, 0)  # newer than the last report
+    state = states.get(version.adapter_id, unreported)
     return {
         "id": version.name,
         "object": "adapter",
@@ -94,10 +105,3 @@ def _on_disk(name: str, folder: Path) -> dict[str, object]:
         "pinned": False,
         "requests": {"running": 0, "waiting": 0},
     }
-
-
-def _state(server: Server, adapter_id: int) -> AdapterState:
-    for state in server.engine.stats.adapters:
-        if state.adapter_id == adapter_id:
-            return state
-    return AdapterState(adapter_id, "host", 0, 0)  # newer than the engine's last report

@@ -5,8 +5,7 @@ import time
 import uuid
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from lorakeet.server import admission
 from lorakeet.server.admission import Prompt, ValidRequest
@@ -47,12 +46,11 @@ async def chat_completions(request: Request) -> Response:
             eos_token_ids=server.eos_token_ids(version),
         )
 
-    options = body.stream_options
     plan = Plan(
         adapter=server.registry.resolve(body.model, body.adapter),
         num_choices=sampling.n,
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=body.include_usage,
         prepare=prepare,
         make_format=lambda valid: ChatFormat(valid, body, server.tokenizer),
     )
@@ -109,8 +107,9 @@ class ChatFormat:
         self._body = body
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._events = EventWriter(request, "chat.completion.chunk", self._created, usage)
+        self._events = EventWriter(
+            request, "chat.completion.chunk", self._created, body.include_usage
+        )
         self._introduced: set[int] = set()  # choices whose role was sent
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:

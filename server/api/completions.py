@@ -5,8 +5,7 @@ import time
 import uuid
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request, Response
 
 from lorakeet.server import admission
 from lorakeet.server.admission import Prompt, ValidRequest
@@ -37,12 +36,11 @@ async def completions(request: Request) -> Response:
             eos_token_ids=server.eos_token_ids(version),
         )
 
-    options = body.stream_options
     plan = Plan(
         adapter=server.registry.resolve(body.model, body.adapter),
         num_choices=sampling.n * len(prompts),
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=body.include_usage,
         prepare=prepare,
         make_format=lambda valid: CompletionFormat(valid, body, server.tokenizer),
     )
@@ -77,8 +75,7 @@ class CompletionFormat:
         self._body = body
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._events = EventWriter(request, "text_completion", self._created, usage)
+        self._events = EventWriter(request, "text_completion", self._created, body.include_usage)
         self._begun: set[int] = set()  # choices that have sent something, the echo first
 
     def chunk(self, choice: Choice, delta: Delta) -> bytes:

@@ -1,7 +1,7 @@
 """`GET /health` and `GET /metrics`."""
 
+from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.state import server_of

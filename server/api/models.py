@@ -2,7 +2,7 @@
 
 import asyncio
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.state import Server, server_of

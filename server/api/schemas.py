@@ -3,15 +3,15 @@ OpenAI's that is not supported, unless it holds a value that asks for nothing.""
 
 from typing import Annotated, Any, Literal, TypeVar
 
+from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 
+from lorakeet.server.engine.messages import MAX_LOGPROBS
 from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
-MAX_LOGPROBS = 20
 _NESTED = {"messages", "stream_options"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
 
@@ -67,6 +67,11 @@ class GenerationRequest(Wire):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """A stream is to end with a chunk that counts its tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class TextPart(Wire):

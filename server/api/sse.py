@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
-from starlette.responses import Response
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from lorakeet.server.admission import ValidRequest
@@ -87,6 +87,7 @@ class Answer(Response):
     """Runs a plan and sends what comes of it."""
 
     def __init__(self, server: Server, plan: Plan) -> None:
+        super().__init__()
         self._server = server
         self._plan = plan
         self._started = False  # the response has
@@ -142,7 +143,6 @@ class Answer(Response):
             async with server.registry.lease(plan.adapter) as version:
                 request = await plan.prepare(version)
                 generation = Generation(server.engine, server.tokenizer, request)
-                server.metrics.queue_time.observe(time.monotonic() - self._begin)
                 self._generation = generation
                 output = plan.make_format(request)
                 async with aclosing(generation.deltas()) as deltas:
@@ -191,6 +191,8 @@ class Answer(Response):
         metrics = self._server.metrics
         last: dict[int, float] = {}  # when a choice's latest tokens came
         async for delta in deltas:
+            if delta.queue_seconds is not None:
+                metrics.queue_time.observe(delta.queue_seconds)
             if delta.num_tokens:
                 now = time.monotonic()
                 if self._first_token is None:

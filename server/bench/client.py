@@ -112,6 +112,7 @@ class Target:
                 text = (await response.text())[:200]
                 raise ValueError(f"status {response.status}: {text}")
             last: float | None = None
+            chunks = 0
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
@@ -129,6 +130,8 @@ class Target:
                 else:
                     record.gaps.append(now - last)
                 last = now
+                chunks += 1
+            record.output_tokens = record.output_tokens or chunks  # a server that sends no usage
             if last is None:
                 raise ValueError("the stream ended without a token")
 

@@ -49,12 +49,12 @@ async def _run(
             console=console,
         ) as progress:
             bar = progress.add_task("requests", total=len(plan), tokens=0, failed=0)
-            done: list[Record] = []
+            tokens = failed = 0
 
             def on_done(record: Record) -> None:
-                done.append(record)
-                tokens = sum(record.output_tokens for record in done)
-                failed = sum(record.error is not None for record in done)
+                nonlocal tokens, failed
+                tokens += record.output_tokens
+                failed += record.error is not None
                 progress.update(bar, advance=1, tokens=tokens, failed=failed)
 
             start = time.perf_counter()

@@ -2,24 +2,16 @@
 
 Engine (protocol)
   └ EngineBase          open streams, pending loads, what an engine's death does to them
-      ├ EngineClient    the engine process
+      ├ EngineProcess   the engine in a process of its own
       └ InlineEngine    the same loop in a thread
 """
 
 import asyncio
 import logging
-import shutil
-import signal
-import sys
-import tempfile
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Protocol
-
-import msgspec
-import zmq
-import zmq.asyncio
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
@@ -36,15 +28,11 @@ from lorakeet.server.engine.messages import (
     LoadAdapter,
     LoadFailed,
     RequestOutput,
-    Shutdown,
     StepOutputs,
     UnloadAdapter,
 )
-from lorakeet.server.engine.process import endpoints
 
 logger = logging.getLogger(__name__)
-
-SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
 
 
 class EngineDeadError(Exception):
@@ -63,20 +51,20 @@ class Engine(Protocol):
     @property
     def healthy(self) -> bool: ...
 
-    async def start(self) -> None:
+    async def start(self, model_folder: Path) -> None:
         """Return when the engine can take requests; raises EngineDeadError if it cannot start."""
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         """Have `callback(reason)` called if the engine dies (not when it is shut down)."""
+
+    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
+        """Have `callback` called with every report from now on."""
 
     def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; the last output has a finish reason.
 
         Closing the generator early aborts the request. Raises EngineDeadError at any point.
         """
-
-    async def abort(self, request_ids: list[str]) -> None:
-        """End requests with the finish reason "abort"; unknown or finished ones are ignored."""
 
     async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
         """Raises AdapterNotFoundError, AdapterError (the message says why) or EngineDeadError."""
@@ -105,6 +93,7 @@ class EngineBase:
         self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
         self._loads: dict[int, asyncio.Future[AdapterLoaded]] = {}
         self._death_callbacks: list[Callable[[str], None]] = []
+        self._stats_callbacks: list[Callable[[EngineStats], None]] = []
 
     @property
     def info(self) -> EngineInfo:
@@ -121,6 +110,9 @@ class EngineBase:
 
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._death_callbacks.append(callback)
+
+    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
+        self._stats_callbacks.append(callback)
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         self._check_alive()
@@ -141,10 +133,6 @@ class EngineBase:
             del self._streams[request.request_id]
             if not finished and self._dead is None:
                 self._send(AbortRequests([request.request_id]))
-
-    async def abort(self, request_ids: list[str]) -> None:
-        self._check_alive()
-        self._send(AbortRequests(request_ids))
 
     async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
         self._check_alive()
@@ -176,6 +164,8 @@ class EngineBase:
                         queue.put_nowait(output)
             case EngineStats():
                 self._stats = event
+                for callback in self._stats_callbacks:
+                    callback(event)
             case AdapterLoaded() | LoadFailed():
                 self._finish_load(event)
             case AdapterUnloaded():
@@ -220,106 +210,3 @@ class EngineBase:
         await self._ready.wait()
         if self._dead is not None:
             raise EngineDeadError(self._dead)
-
-
-class EngineClient(EngineBase):
-    """The engine in a process of its own; it dies with this process."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._folder: Path | None = None  # of the sockets
-
-    async def start(self) -> None:
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="lorakeet-"))
-        commands, events = endpoints(folder)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Event)
-        self._context = zmq.asyncio.Context()
-        # Each side connects the socket that it sends on, and there is no high-water mark: then a
-        # send never waits, not even for a peer that is not there yet or has died.
-        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
-        self._commands.set_hwm(0)
-        self._commands.connect(commands)
-        self._events = self._context.socket(zmq.PULL)
-        self._events.set_hwm(0)
-        self._events.bind(events)
-        try:
-            await self._spawn(folder)
-            await self._wait_ready()
-        except BaseException:
-            await self.shutdown()
-            raise
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine."""
-        assert self._process is not None, "the engine has not started"
-        return self._process.pid
-
-    async def shutdown(self) -> None:
-        if self._closing:
-            return
-        self._closing = True
-        if self._process is not None and self._watcher is not None:
-            if self._process.returncode is None:
-                await self._stop(self._process)
-            await self._watcher
-        self._die("the engine was shut down")
-        if self._folder is None:
-            return
-        self._commands.close(linger=0)
-        self._events.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _stop(self, process: asyncio.subprocess.Process) -> None:
-        if self._info is None:  # it may be deep in loading the model
-            process.kill()
-            return
-        self._send(Shutdown())
-        try:
-            await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
-        except TimeoutError:
-            process.kill()
-
-    def _send(self, command: Command) -> None:
-        self._commands.send(self._encoder.encode(command))
-
-    async def _spawn(self, folder: Path) -> None:
-        # -P: the working directory must not become a place that modules are imported from.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "lorakeet.server.engine.process",
-            str(folder),
-            stdin=asyncio.subprocess.PIPE,
-        )
-        self._process = process
-        self._watcher = asyncio.create_task(self._watch(process))
-        assert process.stdin is not None
-        settings = self.settings.model_copy(update={"api_key": None})
-        process.stdin.write(settings.model_dump_json().encode() + b"\n")
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Deliver events until the process ends, and those that it sent before its end."""
-        reader = asyncio.create_task(self._read_events())
-        code = await process.wait()
-        reader.cancel()
-        await asyncio.wait([reader])
-        while await self._events.poll(timeout=100):
-            self._receive(self._decoder.decode(await self._events.recv()))
-        self._die(_describe_exit(code))
-
-    async def _read_events(self) -> None:
-        while True:
-            self._receive(self._decoder.decode(await self._events.recv()))
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"the engine process ended with exit code {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"the engine process was ended by {signal.Signals(-code).name}{hint}"

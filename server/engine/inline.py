@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from lorakeet.configs.settings import Settings
@@ -19,7 +20,7 @@ class InlineEngine(EngineBase):
         self._inbox = QueueInbox()
         self._ended: asyncio.Event | None = None  # set when the thread ends
 
-    async def start(self) -> None:
+    async def start(self, model_folder: Path) -> None:
         event_loop = asyncio.get_running_loop()
 
         def send(event: Event) -> None:
@@ -33,7 +34,7 @@ class InlineEngine(EngineBase):
 
         def work() -> None:
             try:
-                run_engine(self.settings, inbox, send)
+                run_engine(self.settings, model_folder, inbox, send)
             finally:
                 with suppress(RuntimeError):  # the event loop is closed
                     event_loop.call_soon_threadsafe(ended.set)

@@ -15,11 +15,11 @@ from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.sampler import SamplingRow
 from lorakeet.server.engine.inputs import StepArrays
+from lorakeet.server.engine.messages import MAX_LOGPROBS as MAX_LOGPROBS  # the runner too
 
 logger = logging.getLogger(__name__)
 
 MiB = 2**20
-MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
 
 # Every step of the sampler at once.
 WORST_SAMPLING = SamplingRow(

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -94,8 +95,6 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     num_blocks: int
     block_size: int
     max_loras: int
-    max_lora_rank: int
-    lora_rows: int
     device: str
     dtype: str
     memory: dict[str, int] = {}  # bytes by part: weights, adapter_pool, kv_cache, graphs
@@ -112,6 +111,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None  # sent once; None for the first token
     cached_tokens: int | None = None  # prompt tokens from the prefix cache; with the first output
     error: str | None = None
+    queue_seconds: float | None = None  # from its arrival to its first step; with the first output
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

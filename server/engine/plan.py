@@ -25,6 +25,7 @@ class StepPlan:
 
     def start(self, sequence: Sequence, slot: Slot) -> None:
         """The runner is to learn of a sequence; `block_ids` are from the prefix cache so far."""
+        sequence.leave_queue()
         self.new.append(
             NewSequence(
                 seq_id=sequence.seq_id,

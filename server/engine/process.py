@@ -1,8 +1,8 @@
-"""The engine in a process of its own: `python -m lorakeet.server.engine.process FOLDER`.
+"""The engine in a process of its own: `python -m lorakeet.server.engine.process SOCKETS MODEL`.
 
-FOLDER holds two Unix sockets: commands come from one, events go to the other. Settings come as one
-line of JSON on standard input, which then stays open for as long as the API process lives: its end
-is how the engine learns that its parent is gone.
+SOCKETS is a folder of two Unix sockets: commands come from one, events go to the other. MODEL is
+the model's folder. Settings come as one line of JSON on standard input, which then stays open for
+as long as the API process lives: its end is how the engine learns that its parent is gone.
 """
 
 import logging
@@ -72,7 +72,7 @@ class SocketInbox:
 
 def main() -> int:
     """Run the engine; returns the exit code: 0 after `Shutdown`, 1 when it could not go on."""
-    folder = Path(sys.argv[1])
+    folder, model_folder = map(Path, sys.argv[1:])
     # Ctrl-C reaches the whole process group; the API process decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def main() -> int:
     def send(event: Event) -> None:
         socket.send(encoder.encode(event))
 
-    alive = run_engine(settings, SocketInbox(context, commands), send)
+    alive = run_engine(settings, model_folder, SocketInbox(context, commands), send)
     context.destroy(linger=LINGER)
     return 0 if alive else 1
 

@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, how far they are computed, and when it ends."""
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class Sequence:
     num_computed_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
+    arrival: float = field(init=False)
+    queue_seconds: float | None = None  # from its arrival to its first start
     has_output: bool = False  # an output has been sent
     chunks: deque[ScheduledSequence] = field(default_factory=deque)  # in flight, oldest first
     num_in_flight: int = 0  # tokens that `chunks` sample
@@ -49,6 +52,7 @@ class Sequence:
         )
         # nothing follows the last token that can come, so it is never computed
         self._num_to_compute = max(self._max_num_tokens - 1, self.num_prompt_tokens)
+        self.arrival = time.monotonic()
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -79,6 +83,11 @@ class Sequence:
         self.chunks.popleft()
         self.num_in_flight -= chunk.samples
         return True
+
+    def leave_queue(self) -> None:
+        """It starts, perhaps again after a preemption: the first time counts."""
+        if self.queue_seconds is None:
+            self.queue_seconds = time.monotonic() - self.arrival
 
     def append(self, token_id: int) -> int | None:
         """Add a generated token and see whether it is the last: then `finish_reason` is set.
@@ -114,6 +123,7 @@ class Sequence:
             logprobs=[logprob] if asked and logprob is not None else None,
             prompt_logprobs=None if self.has_output else self._all_prompt_logprobs(),
             cached_tokens=None if self.has_output else self.num_cached_tokens,
+            queue_seconds=None if self.has_output else self.queue_seconds,
         )
         self.has_output = True
         return output

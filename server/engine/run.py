@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.models.config import UnsupportedModelError
-from lorakeet.models.hub import ModelNotFoundError, resolve_model
 from lorakeet.models.weights import WeightsError
-from lorakeet.server.demo import DemoModelError, demo_model
 from lorakeet.server.engine.loop import EngineLoop, Inbox
 from lorakeet.server.engine.messages import EngineDead, EngineInfo, Event
 from lorakeet.server.engine.runner import Runner
@@ -17,22 +16,18 @@ from lorakeet.server.engine.scheduler_config import SchedulerConfig
 logger = logging.getLogger(__name__)
 
 # What a user can put right: the message says all that there is to say.
-_USER_ERRORS = (
-    SettingsError,
-    UnsupportedModelError,
-    WeightsError,
-    ModelNotFoundError,
-    DemoModelError,
-)
+_USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError)
 
 
-def run_engine(settings: Settings, inbox: Inbox, send: Callable[[Event], None]) -> bool:
+def run_engine(
+    settings: Settings, model_folder: Path, inbox: Inbox, send: Callable[[Event], None]
+) -> bool:
     """Build the engine, tell that it is ready, and run it until `Shutdown`.
 
     An error ends it with `EngineDead`. Returns whether it ended as it should.
     """
     try:
-        runner = Runner(settings, resolve_model(settings.model) if settings.model else demo_model())
+        runner = Runner(settings, model_folder)
         try:
             loop = EngineLoop(make_scheduler(settings, runner), runner, runner.host_store, send)
             send(_info(settings, runner))
@@ -74,8 +69,6 @@ def _info(settings: Settings, runner: Runner) -> EngineInfo:
         num_blocks=runner.cache.num_blocks,
         block_size=settings.block_size,
         max_loras=settings.max_loras,
-        max_lora_rank=settings.max_lora_rank,
-        lora_rows=runner.pool.num_rows,
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         memory=runner.memory_by_part(),

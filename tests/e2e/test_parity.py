@@ -6,30 +6,31 @@ small token budget: prompts are computed in chunks, adapters wait and come and g
 
 import asyncio
 import random
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.server.engine.inline import InlineEngine
-from lorakeet.server.engine.messages import AddRequest, SamplingParams, TokenLogprob
+from lorakeet.server.engine.loop import STATS_INTERVAL
+from lorakeet.server.engine.messages import AddRequest, EngineStats, SamplingParams
 from lorakeet.server.tokens import Tokenizer
 from support.adapter_kinds import AdapterCase, adapters_of_every_kind
-from support.adapters import peft_logprobs
 from support.engines import Collected, cpu_settings
 from support.models import KINDS, TOKENIZER_SIZE, VOCAB_SIZE, tiny_model
+from support.parity import ONLY_TEXT, agrees, check, collected
 from support.servers import serve
 
-TOLERANCE = 1e-3
 NUM_TOKENS = 32
 BLOCK_SIZE = 4
 NUM_TOP = 3
@@ -66,7 +67,7 @@ async def ask(
     engine: InlineEngine, tenant: Tenant, prompt: list[int], **sampling: Any
 ) -> Collected:
     params = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": NUM_TOP}
-    name = f"{tenant.adapter_id}-{len(prompt)}-{sampling}"
+    name = uuid.uuid4().hex
     request = AddRequest(name, prompt, SamplingParams(**(params | sampling)), tenant.adapter_id)
     collected = Collected()
     async for output in engine.generate(request):
@@ -84,60 +85,20 @@ async def ask_all(
     )
 
 
+async def idle_stats(engine: InlineEngine) -> EngineStats:
+    """A report from after all work; nothing may be held any more."""
+    await asyncio.sleep(2 * STATS_INTERVAL)
+    stats = engine.stats
+    assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+    return stats
+
+
 async def load_all(engine: InlineEngine, cases: Sequence[AdapterCase]) -> list[Tenant]:
     """The adapters, with the base between them."""
     for adapter_id, case in enumerate(cases, start=1):
         await engine.load_adapter(adapter_id, str(case.folder))
     tenants = [Tenant(adapter_id, case.oracle) for adapter_id, case in enumerate(cases, start=1)]
     return [*tenants[:7], Tenant(0, None), *tenants[7:]]
-
-
-def difference(oracle: Tensor, scores: Sequence[TokenLogprob | None]) -> float:
-    """The largest, over tokens and their likeliest others. `oracle`: (tokens, vocab)."""
-    worst = 0.0
-    assert len(oracle) == len(scores)
-    for row, score in zip(oracle, scores, strict=True):
-        assert score is not None
-        for token_id, logprob in [(score.token_id, score.logprob), *score.top]:
-            worst = max(worst, abs(float(row[token_id]) - logprob))
-    return worst
-
-
-def check(
-    model: Path, tenant: Tenant, prompt: list[int], result: Collected, vocab_size: int = VOCAB_SIZE
-) -> float:
-    """Greedy tokens below `vocab_size`, their scores, and those of the prompt if it was scored.
-
-    Returns the largest difference.
-    """
-    assert len(result.token_ids) == NUM_TOKENS
-    token_ids = prompt + result.token_ids
-    oracle = peft_logprobs(model, tenant.oracle, token_ids)[:-1]
-    generated = oracle[len(prompt) - 1 :]
-    chosen = generated[torch.arange(NUM_TOKENS), torch.tensor(result.token_ids)]
-    likeliest = generated[:, :vocab_size].max(dim=-1).values
-    assert (likeliest - chosen).max() < TOLERANCE, "not the likeliest token"
-    assert [score.token_id for score in result.logprobs] == result.token_ids
-    worst = difference(generated, result.logprobs)
-    if result.prompt_logprobs is not None:
-        assert result.prompt_logprobs[0] is None
-        scored = [score.token_id for score in result.prompt_logprobs[1:] if score is not None]
-        assert scored == prompt[1:]
-        worst = max(worst, difference(oracle[: len(prompt) - 1], result.prompt_logprobs[1:]))
-    assert worst < TOLERANCE
-    if tenant.oracle is not None:  # the control: the base model would not pass
-        base = peft_logprobs(model, None, token_ids)[:-1]
-        assert (base - oracle).abs().max() > 50 * TOLERANCE
-    return worst
-
-
-def check_again(result: Collected, checked: Collected) -> bool:
-    """The same tokens and scores as one that is checked. False: a near tie went the other way."""
-    if result.token_ids != checked.token_ids:
-        return False
-    pairs = zip(result.logprobs, checked.logprobs, strict=True)
-    assert all(abs(one.logprob - other.logprob) < TOLERANCE for one, other in pairs)
-    return True
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,7 +109,7 @@ def test_all_adapters_at_once_are_each_as_with_peft(kind: str, tmp_path: Path) -
 
     async def serve_all() -> tuple[list[Tenant], list[list[Collected]]]:
         engine = small_engine(model)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = await load_all(engine, cases)
             cold = await ask_all(engine, tenants, prompts)
@@ -166,10 +127,10 @@ def test_all_adapters_at_once_are_each_as_with_peft(kind: str, tmp_path: Path) -
     for (tenant, prompt), first, second, third in zip(asked, cold, warm, scored, strict=True):
         whole_blocks = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
         assert (first.cached_tokens, second.cached_tokens) == (0, whole_blocks)
-        worst = max(worst, check(model, tenant, prompt, third))
+        worst = max(worst, check(model, tenant.oracle, prompt, third))
         for result in (first, second):
-            if not check_again(result, third):
-                check(model, tenant, prompt, result)
+            if not agrees(result, third):
+                check(model, tenant.oracle, prompt, result)
     print(f"\n{kind}: largest difference {worst:.1e} over {len(asked)} requests")
 
 
@@ -181,13 +142,11 @@ def test_preempted_requests_are_as_with_peft(tmp_path: Path) -> None:
 
     async def serve_all() -> tuple[list[Tenant], list[Collected], int]:
         engine = small_engine(model, max_model_len=104, cpu_kv_memory=40 * block_bytes)
-        await engine.start()
+        await engine.start(model)
         try:
             tenants = await load_all(engine, cases)
             results = await ask_all(engine, tenants, prompts, prompt_logprobs=NUM_TOP)
-            while engine.stats.kv_blocks_used or not engine.stats.num_steps:
-                await asyncio.sleep(0.05)
-            return tenants, results, engine.stats.num_preemptions
+            return tenants, results, (await idle_stats(engine)).num_preemptions
         finally:
             await engine.shutdown()
 
@@ -195,7 +154,7 @@ def test_preempted_requests_are_as_with_peft(tmp_path: Path) -> None:
     assert num_preemptions > 0
     asked = [(tenant, prompt) for tenant in tenants for prompt in prompts]
     for (tenant, prompt), result in zip(asked, results, strict=True):
-        check(model, tenant, prompt, result)
+        check(model, tenant.oracle, prompt, result)
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen2", "qwen3"])
@@ -204,12 +163,10 @@ def test_over_http_as_with_peft(kind: str, tmp_path: Path) -> None:
     cases = adapters_of_every_kind(tmp_path / "adapters", model)
     generator = random.Random(kind)
     prompts = [[generator.randrange(TOKENIZER_SIZE) for _ in range(length)] for length in (7, 40)]
-    tenants = {"base": Tenant(0, None)} | {case.name: Tenant(0, case.oracle) for case in cases}
+    tenants = {"base": None} | {case.name: case.oracle for case in cases}
     options = "--device cpu --served-model-name base --max-loras 2 --max-num-batched-tokens 24"
     asked = [(name, prompt) for name in tenants for prompt in prompts]
-    # an answer tells tokens by their text: only those that have one
-    bias = {str(token_id): -100 for token_id in range(TOKENIZER_SIZE, VOCAB_SIZE)}
-    fields = {"max_tokens": NUM_TOKENS, "prompt_logprobs": 0, "logit_bias": bias}
+    fields = {"max_tokens": NUM_TOKENS, "prompt_logprobs": 0, "logit_bias": ONLY_TEXT}
 
     with (
         serve(tmp_path, model, *options.split(), "--adapter-dir", str(tmp_path / "adapters")) as s,
@@ -220,23 +177,66 @@ def test_over_http_as_with_peft(kind: str, tmp_path: Path) -> None:
 
     tokenizer = Tokenizer(model)
     worst = max(
-        check(model, tenants[name], prompt, collected(tokenizer, choice, prompt), TOKENIZER_SIZE)
+        check(model, tenants[name], prompt, collected(choice, prompt, tokenizer), TOKENIZER_SIZE)
         for (name, prompt), choice in zip(asked, choices, strict=True)
     )
     print(f"\n{kind} over HTTP: largest difference {worst:.1e} over {len(asked)} requests")
 
 
-def collected(tokenizer: Tokenizer, choice: dict[str, Any], prompt: list[int]) -> Collected:
-    """A choice of an answer over HTTP as what the engine gave."""
-    ids = {tokenizer.token_text(token_id): token_id for token_id in range(TOKENIZER_SIZE)}
-    token_ids = [ids[text] for text in choice["logprobs"]["tokens"]]
-    logprobs = choice["logprobs"]["token_logprobs"]
-    scores = zip(prompt[1:], choice["prompt_logprobs"][1:], strict=True)
-    return Collected(
-        token_ids=token_ids,
-        logprobs=[TokenLogprob(*one, []) for one in zip(token_ids, logprobs, strict=True)],
-        prompt_logprobs=[
-            None,
-            *(TokenLogprob(token, score[str(token)]["logprob"], []) for token, score in scores),
-        ],
-    )
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_any_chunk_size(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("chunks")
+    model = tiny_model(root / "model", "mistral")
+    cases = adapters_of_every_kind(root, model)[:9:8]
+    generator = random.Random(chunk)
+    lengths = (1, 15, 16, 17, 33, 100)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+    async def serve_all() -> list[tuple[Tenant, list[int], Collected]]:
+        engine = small_engine(model, max_num_batched_tokens=chunk, block_size=16)
+        await engine.start(model)
+        try:
+            tenants = [Tenant(0, None), *await load_all(engine, cases)]
+            results = await ask_all(engine, tenants, prompts, max_tokens=6)
+        finally:
+            await engine.shutdown()
+        asked = [(tenant, prompt) for tenant in tenants for prompt in prompts]
+        return [(*one, result) for one, result in zip(asked, results, strict=True)]
+
+    for tenant, prompt, result in asyncio.run(serve_all()):
+        check(model, tenant.oracle, prompt, result)
+
+
+def test_two_places_small_cache_and_clients_that_go(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    cases = adapters_of_every_kind(tmp_path, model)[::5]
+    block_bytes = kv_block_bytes(load_config(model), BLOCK_SIZE, torch.float32)
+    generator = random.Random(0)
+    lengths = [generator.randrange(1, 70) for _ in range(60)]
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+    async def leave(engine: InlineEngine, tenant: Tenant, prompt: list[int], after: int) -> None:
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        request = AddRequest(f"leaves-{after}", prompt, params, tenant.adapter_id)
+        async with aclosing(engine.generate(request)) as outputs, asyncio.timeout(after / 10):
+            async for _ in outputs:
+                await asyncio.sleep(0)
+
+    async def serve_all() -> list[tuple[Tenant, list[int], Collected]]:
+        engine = small_engine(model, max_loras=2, max_model_len=104, cpu_kv_memory=40 * block_bytes)
+        await engine.start(model)
+        try:
+            tenants = await load_all(engine, cases)
+            asked = [(tenants[i % len(tenants)], prompt) for i, prompt in enumerate(prompts)]
+            stay, go = asked[::2], asked[1::2]
+            leaving = [leave(engine, *one, after) for after, one in enumerate(go)]
+            gone = asyncio.gather(*leaving, return_exceptions=True)
+            results = await asyncio.gather(*(ask(engine, *one) for one in stay))
+            assert {type(end) for end in await gone} <= {type(None), TimeoutError}
+            assert (await idle_stats(engine)).num_preemptions > 0
+        finally:
+            await engine.shutdown()
+        return [(*one, result) for one, result in zip(stay, results, strict=True)]
+
+    for tenant, prompt, result in asyncio.run(serve_all()):
+        check(model, tenant.oracle, prompt, result)

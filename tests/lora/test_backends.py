@@ -155,6 +155,34 @@ def test_blocks_of_prefill_equal_those_of_decode(target: Target) -> None:
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_of_a_prompt_beside_single_rows(dtype: torch.dtype) -> None:
+    """The torch backend takes another way for long runs; a NaN adapter stays in its own."""
+    adapters = {
+        slot: random_adapter(ranks, slot, dtype) for slot, ranks in enumerate(RANKS, start=1)
+    }
+    pool = filled_pool({**adapters, 2: poisoned(adapters[2])}, dtype)
+    slots = np.repeat([1, 2, 0, 3, 1, 2, 4, 5], [40, 33, 2, 1, 31, 1, 50, 32]).astype(np.int32)
+    batch = make_batch(slots)
+    factors = torch.arange(1, len(batch.segments.starts) + 1) / 4
+    batch = LoRABatch(dataclasses.replace(batch.segments, scalings=factors))
+    factor_of_row = torch.zeros(len(slots))
+    for start, length, factor in zip(
+        batch.segments.starts.tolist(), batch.segments.lengths.tolist(), factors, strict=True
+    ):
+        factor_of_row[batch.segments.permutation[start : start + length].long()] = factor
+    healthy = slots != 2
+    for spec in SPECS:
+        x, y = input_of(spec, len(slots)), base_output(spec, len(slots)).to(dtype)
+        x = x if spec.name == "embed_tokens" else x.to(dtype)
+        found = add(TORCH, pool, spec, 0, x, batch, y)
+        assert found[~healthy].isnan().all()
+        delta = expected_delta(spec, 0, x, adapters, slots)[healthy]
+        exact = y[healthy].double() + delta * factor_of_row[healthy, None]
+        half_unit = torch.finfo(dtype).eps * exact.abs() / 2
+        assert ((found[healthy].double() - exact).abs() <= half_unit + 1e-4).all()
+
+
 def test_a_rows_result_is_the_same_bits_alone_and_in_any_mix(target: Target) -> None:
     slots = np.array(popularity("with_base", 12, len(ADAPTERS)), dtype=np.int32)
     for spec in SPECS:

@@ -52,7 +52,8 @@ class TestFiles:
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_tensor_has_its_place(self, tmp_path: Path, kind: str) -> None:
         folder = tiny_model(tmp_path, kind)
-        model = load_model(folder, "cpu")
+        model = weights_module.empty_model(load_config(folder), torch.device("cpu"), torch.float32)
+        weights_module.load_weights(model, folder)
         named = dict(weights_module._destinations(model))
         tensors = tensors_of(folder)
         assert named.keys() == tensors.keys()
@@ -79,6 +80,15 @@ class TestFiles:
         torch.testing.assert_close(logits(model), expected, atol=1e-3, rtol=0)
         kept = load_model(saved, "cpu", str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
         assert kept.dtype == logits(kept).dtype == dtype
+
+    def test_packed_weights_give_the_same_logits(self, tmp_path: Path) -> None:
+        folder = tiny_model(tmp_path)
+        plain = weights_module.empty_model(load_config(folder), torch.device("cpu"), torch.float32)
+        weights_module.load_weights(plain, folder)
+        packed = load_model(folder, "cpu")
+        assert packed.get_parameter("model.layers.0.mlp.down_proj.weight").is_mkldnn
+        assert packed.lm_head.packed is not None
+        torch.testing.assert_close(logits(packed), logits(plain), atol=1e-5, rtol=0)
 
     def test_tied_head_is_one_tensor(self, tmp_path: Path) -> None:
         model = load_model(tiny_model(tmp_path, "llama_tied"), "cpu")

@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lorakeet.server.app import create_app
-from lorakeet.server.metrics import MAX_ADAPTER_LABELS, Metrics
+from lorakeet.server.engine.messages import EngineStats
+from lorakeet.server.metrics import MAX_ADAPTER_LABELS, OTHER, Metrics
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
 
 KEY = "sk-Sésame-1"  # not ASCII: comparing must not fail on it
@@ -165,15 +166,18 @@ def test_metrics(toy_model: Path, tmp_path: Path) -> None:
     with toy_server(toy_model, adapters={"x": x}) as toy:
         toy.http.post("/v1/completions", json={**COMPLETION, "model": "x", "n": 2})
         toy.wait_idle()
+        toy.engine.report(EngineStats(slot_load_seconds=[0.01, 0.02]))
         found = samples(toy)
         assert found["lorakeet:time_to_first_token_seconds_count", ()] == 1
         assert found["lorakeet:inter_token_latency_seconds_count", ()] == 4
         assert found["lorakeet:e2e_request_latency_seconds_count", ()] == 1
-        assert found["lorakeet:request_queue_time_seconds_count", ()] == 1
+        assert found["lorakeet:request_queue_time_seconds_count", ()] == 2
+        assert found["lorakeet:request_queue_time_seconds_sum", ()] == 0.5
         assert found["lorakeet:requests_total", (("outcome", "length"),)] == 1
         assert (tokens(toy, "x", "prompt"), tokens(toy, "x", "generation")) == (1, 6)
         for stage in ("read", "check"):
             assert found["lorakeet:adapter_load_seconds_count", (("stage", stage),)] == 1
+        assert found["lorakeet:adapter_load_seconds_count", (("stage", "copy"),)] == 2
         for prefix in ("vllm:", "lorakeet:"):
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
                 assert found[prefix + name, ()] == 0
@@ -253,7 +257,7 @@ def test_labels_are_bounded() -> None:
         if sample.name == "lorakeet:tokens_total" and sample.labels["kind"] == "prompt"
     }
     assert len(values) == MAX_ADAPTER_LABELS + 1
-    assert values["other"] == 50
+    assert values[OTHER] == 50
     metrics.forget_adapter("a0")
     metrics.count_tokens("a0", 1, 2)
     assert b'adapter="a0"' not in metrics.render()

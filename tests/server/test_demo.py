@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -16,6 +20,7 @@ from lorakeet.models.cache import cache_dir
 from lorakeet.server import demo
 from support.gguf_files import write_gguf
 from support.models import tiny_model
+from support.toy_server import adapter_folder, toy_server
 
 REAL = cache_dir() / "demo"
 
@@ -107,6 +112,28 @@ def test_demo_adapters_are_folders_with_a_config() -> None:
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["peft_type"] == "LORA"
         assert (folder / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("key", [None, "a key"])
+def test_what_it_prints_can_be_pasted(toy_model: Path, tmp_path: Path, key: str | None) -> None:
+    adapters = {"x": adapter_folder(tmp_path / "x", 1)}
+    env = {**os.environ, "LORAKEET_API_KEY": key or ""}
+
+    def paste(*command: str) -> str:
+        return subprocess.run(
+            command, env=env, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    with toy_server(toy_model, api_key=key, adapters=adapters) as toy:
+        lines = list(demo.usage_lines(toy.url, "base", adapters, needs_key=key is not None))
+        python = next(at for at, line in enumerate(lines) if line.startswith("The same"))
+        answers = [json.loads(paste("bash", "-c", line)) for line in lines[1:python]]
+        assert [answer["model"] for answer in answers] == ["base", "x"]
+        assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 2
+        printed = paste(sys.executable, "-c", "\n".join(lines[python + 1 :]))
+        assert "base → " in printed
+        assert "x → " in printed
 
 
 # --- the real demo model --------------------------------------------------------------------------

@@ -98,8 +98,13 @@ def test_two_names_on_one_path(toy: ToyServer, source: Path) -> None:
     assert (shift(toy, "x"), shift(toy, "y")) == (-1, 3)
 
 
-def test_delete_is_unload(toy: ToyServer, source: Path) -> None:
-    load(toy, "org/x", adapter_folder(source / "a", 3))
+def test_adapters_are_a_resource(toy: ToyServer, source: Path) -> None:
+    body = {"lora_name": "org/x", "lora_path": str(adapter_folder(source / "a", 3))}
+    created = toy.http.post("/v1/adapters", json=body)
+    assert created.status_code == 200
+    assert created.json() == toy.http.get("/v1/adapters/org/x").json()
+    assert toy.http.post("/v1/adapters", json=body).status_code == 400
+    assert shift(toy, "org/x") == 3
     assert toy.http.get("/v1/models/org/x").json()["id"] == "org/x"
     assert toy.http.delete("/v1/adapters/org/x").json()["deleted"] is True
     assert toy.http.delete("/v1/adapters/org/x").status_code == 404

@@ -26,10 +26,10 @@ from support.toy_server import ToyEngine
 values = json.loads(sys.argv[1])
 
 class Engine(ToyEngine):
-    async def start(self):
+    async def start(self, model_folder):
         self.start_open = values["start_open"]
         self.loads_open = values["loads_open"]
-        await super().start()
+        await super().start(model_folder)
         if values["dies_after"] is not None:
             asyncio.get_running_loop().call_later(values["dies_after"], self.die)
 

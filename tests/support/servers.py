@@ -1,14 +1,16 @@
 """A real `lorakeet serve`: its own processes, real sockets, and what is left of them afterwards."""
 
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,9 @@ class ServerProcess:
         return engine
 
     def processes(self) -> list[Any]:
-        """The server's process and all its descendants."""
-        return [self._ps, *self._ps.children(recursive=True)]
+        """All processes of its session, orphans too."""
+        session = self.process.pid
+        return [p for p in psutil.process_iter() if _session(p.pid) == session and _lives(p)]
 
     # --- what it says about itself ---
 
@@ -105,6 +108,15 @@ class ServerProcess:
         time.sleep(0.3)  # longer than between two reports of the engine: none from before counts
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_until(lambda: not any(self.metric(f"lorakeet:{name}") for name in names), "idle")
+
+    def loaded(self) -> list[str]:
+        """Names of the adapters that are in memory."""
+        listed = self.http.get("/v1/adapters").json()["data"]
+        return [adapter["id"] for adapter in listed if adapter["tier"] != "disk"]
+
+    def wait_unloaded(self) -> None:
+        """No adapter has rows in the pool."""
+        wait_until(lambda: self.metric("lorakeet:lora_rows_used") == 0, "empty adapter pool")
 
     # --- what tests ask of it ---
 
@@ -131,6 +143,20 @@ class ServerProcess:
     def unload(self, name: str) -> httpx.Response:
         return self.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
+    @contextmanager
+    def connection(
+        self, model: str, prompt: str | list[int], **fields: Any
+    ) -> Iterator[socket.socket]:
+        """A bare connection on which a completion has been asked for; it is closed at the end."""
+        body = json.dumps({"model": model, "prompt": prompt, **GREEDY, **fields}).encode()
+        url = httpx.URL(self.url)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json"
+        )
+        with socket.create_connection((url.host, url.port or 80), timeout=60) as connection:
+            connection.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            yield connection
+
     # --- its end ---
 
     def terminate(self) -> None:
@@ -141,9 +167,22 @@ class ServerProcess:
 
     def kill_all(self) -> None:
         """End whatever is left of it, at once."""
-        for process in self.processes() if not self.exited else []:
+        for process in self.processes():
             process.kill()
         self.process.wait(timeout=30)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _lives(process: Any) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
@@ -166,7 +205,7 @@ class Events:
 
     def take(self, count: int) -> list[dict[str, Any]]:
         """The next events; fewer at the end."""
-        return [event for event, _ in zip(self, range(count), strict=False)]
+        return list(itertools.islice(self, count))
 
 
 @contextmanager
@@ -177,10 +216,10 @@ def serve(folder: Path, model: Path | None, *options: str, **env: str) -> Iterat
         server.wait_ready()
         yield server
         if not server.exited:
-            processes = server.processes()
             server.terminate()
             assert server.wait_exit() == 0, server.log
-            assert not [process for process in processes if process.is_running()]
+            assert server.processes() == []
+            assert "Traceback" not in server.log
     except BaseException:
         print(server.log[-5000:])
         raise

@@ -69,8 +69,6 @@ class ToyEngine:
             num_blocks=10,
             block_size=16,
             max_loras=4,
-            max_lora_rank=8,
-            lora_rows=32,
             device="toy",
             dtype="int",
             memory={"weights": 1},
@@ -103,7 +101,10 @@ class ToyEngine:
     def on_death(self, callback: Callable[[str], None]) -> None:
         self._callbacks.append(callback)
 
-    async def start(self) -> None:
+    def on_stats(self, callback: Callable[[EngineStats], None]) -> None:
+        self.report = callback
+
+    async def start(self, model_folder: Path) -> None:
         while not self.start_open:
             await asyncio.sleep(0.01)
         self._started = True
@@ -132,9 +133,6 @@ class ToyEngine:
             self.running.pop(request.request_id, None)
             if not finished:
                 self.aborted.append(request.request_id)
-
-    async def abort(self, request_ids: list[str]) -> None:
-        raise NotImplementedError  # the server closes its streams
 
     async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
         while not self.loads_open:
@@ -197,6 +195,7 @@ class ToyEngine:
                 logprobs=logprobs,
                 prompt_logprobs=scores if first else None,
                 cached_tokens=len(prompt) // 16 * 16 if first else None,
+                queue_seconds=0.25 if first else None,
             )
             if stop is not None:
                 return
@@ -299,7 +298,7 @@ class ToyServer:
         web = uvicorn.Server(config)
         serving = asyncio.create_task(web.serve())
         try:
-            await self.server.start(lambda: Path(self.settings.model or ""))
+            await self.server.start()
             while not web.started:
                 await asyncio.sleep(0.01)
             self.port = web.servers[0].sockets[0].getsockname()[1]

@@ -14,7 +14,13 @@ from lorakeet.lora.host_store import HostStore
 from lorakeet.server.engine import inline
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.inline import InlineEngine, QueueInbox
-from lorakeet.server.engine.messages import AddRequest, EngineStats, RequestOutput, SamplingParams
+from lorakeet.server.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+)
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
@@ -52,7 +58,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def engine_of(model: Path, **settings: Any) -> AsyncIterator[InlineEngine]:
     engine = InlineEngine(cpu_settings(model, log_level="debug", **settings))
-    await engine.start()
+    await engine.start(model)
     try:
         yield engine
     finally:
@@ -262,7 +268,7 @@ def test_abort_ends_a_stream_with_its_reason(model: Path) -> None:
             async for output in engine.generate(request("a", max_tokens=LONG)):
                 outputs.append(output)
                 if len(outputs) == 2:
-                    await engine.abort(["a", "nobody"])
+                    engine._send(AbortRequests(["a", "nobody"]))
             assert outputs[-1].finish_reason == "abort"
             await quiet(engine)
 
@@ -336,12 +342,13 @@ def test_a_fault_of_the_step_is_the_end_of_the_engine(
 
 def test_an_engine_that_cannot_start_says_why(model: Path, tmp_path: Path) -> None:
     async def test() -> None:
-        engine = InlineEngine(cpu_settings(tmp_path / "nothing"))
-        with pytest.raises(EngineDeadError, match="There is no file or folder"):
-            await engine.start()
+        (tmp_path / "config.json").write_text('{"architectures": ["Mamba2ForCausalLM"]}')
+        engine = InlineEngine(cpu_settings(tmp_path))
+        with pytest.raises(EngineDeadError, match="Mamba2ForCausalLM"):
+            await engine.start(tmp_path)
         engine = InlineEngine(cpu_settings(model, max_model_len=9999))
         with pytest.raises(EngineDeadError, match="max_model_len: 9999"):
-            await engine.start()
+            await engine.start(model)
 
     run(test)
 

@@ -14,8 +14,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lorakeet.lora.adapter import AdapterError
-from lorakeet.server.engine.client import EngineClient, EngineDeadError
+from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
+from lorakeet.server.engine.process_client import EngineProcess
 from support.adapters import make_adapter, peft_greedy
 from support.engines import Collected, cpu_settings
 from support.models import tiny_model
@@ -37,9 +38,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def engine_of(model: Path, **settings: Any) -> AsyncIterator[EngineClient]:
-    engine = EngineClient(cpu_settings(model, **settings))
-    await engine.start()
+async def engine_of(model: Path, **settings: Any) -> AsyncIterator[EngineProcess]:
+    engine = EngineProcess(cpu_settings(model, **settings))
+    await engine.start(model)
     process = psutil.Process(engine.pid)
     try:
         yield engine
@@ -49,7 +50,7 @@ async def engine_of(model: Path, **settings: Any) -> AsyncIterator[EngineClient]
         assert not folder_of(engine).exists()
 
 
-def folder_of(engine: EngineClient) -> Path:
+def folder_of(engine: EngineProcess) -> Path:
     """Where its sockets are."""
     assert engine._folder is not None
     return engine._folder
@@ -60,7 +61,7 @@ def request(name: str, adapter_id: int = 0, max_tokens: int = 6) -> AddRequest:
     return AddRequest(name, PROMPT, sampling, adapter_id)
 
 
-async def collect(engine: EngineClient, request: AddRequest) -> Collected:
+async def collect(engine: EngineProcess, request: AddRequest) -> Collected:
     result = Collected()
     async for output in engine.generate(request):
         result.take(output)
@@ -136,9 +137,9 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
     (tmp_path / "config.json").write_text('{"architectures": ["Mamba2ForCausalLM"]}')
 
     async def test() -> None:
-        engine = EngineClient(cpu_settings(tmp_path))
+        engine = EngineProcess(cpu_settings(tmp_path))
         with pytest.raises(EngineDeadError, match="Mamba2ForCausalLM") as error:
-            await engine.start()
+            await engine.start(tmp_path)
         assert "Traceback" not in str(error.value)
         assert not folder_of(engine).exists()
         assert not psutil.pid_exists(engine.pid)
@@ -148,8 +149,8 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
 
 def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
     async def test() -> None:
-        engine = EngineClient(cpu_settings(model))
-        start = asyncio.create_task(engine.start())
+        engine = EngineProcess(cpu_settings(model))
+        start = asyncio.create_task(engine.start(model))
         while engine._process is None:
             await asyncio.sleep(0.01)
         start.cancel()
@@ -163,12 +164,14 @@ def test_a_start_that_is_given_up_leaves_nothing(model: Path) -> None:
 
 _PARENT = """
 import asyncio, sys
+from pathlib import Path
 from lorakeet.configs.settings import Settings
-from lorakeet.server.engine.client import EngineClient
+from lorakeet.server.engine.process_client import EngineProcess
 
 async def main():
-    engine = EngineClient(Settings(model=sys.argv[1], device="cpu"))
-    await engine.start()
+    model = Path(sys.argv[1])
+    engine = EngineProcess(Settings(model=str(model), device="cpu"))
+    await engine.start(model)
     print(engine.pid, engine._folder, flush=True)
     await asyncio.sleep(60)
 

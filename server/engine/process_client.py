@@ -1,0 +1,119 @@
+"""The engine in a process of its own, from the side of the API process."""
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from lorakeet.configs.settings import Settings
+from lorakeet.server.engine.client import EngineBase
+from lorakeet.server.engine.messages import Command, Event, Shutdown
+from lorakeet.server.engine.process import endpoints
+
+SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
+
+
+class EngineProcess(EngineBase):
+    """The engine in a process of its own; it dies with this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._folder: Path | None = None  # of the sockets
+
+    async def start(self, model_folder: Path) -> None:
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="lorakeet-"))
+        commands, events = endpoints(folder)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Event)
+        self._context = zmq.asyncio.Context()
+        # Each side connects the socket that it sends on, and there is no high-water mark: then a
+        # send never waits, not even for a peer that is not there yet or has died.
+        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
+        self._commands.set_hwm(0)
+        self._commands.connect(commands)
+        self._events = self._context.socket(zmq.PULL)
+        self._events.set_hwm(0)
+        self._events.bind(events)
+        try:
+            await self._spawn(folder, model_folder)
+            await self._wait_ready()
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        assert self._process is not None, "the engine has not started"
+        return self._process.pid
+
+    async def shutdown(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        if self._process is not None and self._watcher is not None:
+            if self._process.returncode is None:
+                await self._stop(self._process)
+            await self._watcher
+        self._die("the engine was shut down")
+        if self._folder is None:
+            return
+        self._commands.close(linger=0)
+        self._events.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        if self._info is None:  # it may be deep in loading the model
+            process.kill()
+            return
+        self._send(Shutdown())
+        try:
+            await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
+        except TimeoutError:
+            process.kill()
+
+    def _send(self, command: Command) -> None:
+        self._commands.send(self._encoder.encode(command))
+
+    async def _spawn(self, folder: Path, model_folder: Path) -> None:
+        # -P: the working directory must not become a place that modules are imported from.
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "lorakeet.server.engine.process"),
+            *(folder, model_folder),
+            stdin=asyncio.subprocess.PIPE,
+        )
+        self._process = process
+        self._watcher = asyncio.create_task(self._watch(process))
+        assert process.stdin is not None
+        settings = self.settings.model_copy(update={"api_key": None})
+        process.stdin.write(settings.model_dump_json().encode() + b"\n")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Deliver events until the process ends, and those that it sent before its end."""
+        reader = asyncio.create_task(self._read_events())
+        code = await process.wait()
+        reader.cancel()
+        await asyncio.wait([reader])
+        while await self._events.poll(timeout=100):
+            self._receive(self._decoder.decode(await self._events.recv()))
+        self._die(_describe_exit(code))
+
+    async def _read_events(self) -> None:
+        while True:
+            self._receive(self._decoder.decode(await self._events.recv()))
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"the engine process ended with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"the engine process was ended by {signal.Signals(-code).name}{hint}"
