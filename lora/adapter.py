@@ -1,9 +1,12 @@
 """What an adapter is once it has been read: canonical weights on the host, and where they go."""
 
-from dataclasses import dataclass
-from typing import NewType
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:  # the API process uses the names below without waiting for torch
+    from torch import Tensor
 
 AdapterId = NewType("AdapterId", int)  # one load of one adapter; never used again; 0 is the base
 Slot = NewType("Slot", int)  # row of the pool's row table, a kernel's weight index; 0 is none

@@ -54,10 +54,11 @@ class Server:
         EngineDeadError, and APIError for an adapter that cannot be loaded.
         """
         folder = await asyncio.to_thread(model_folder, self.settings.model)
-        self.tokenizer = await asyncio.to_thread(Tokenizer, folder)
-        self.registry.base_text = read_text_config(folder)
+        self.registry.base_text = await asyncio.to_thread(read_text_config, folder)
         self.engine.on_stats(self._observe_slot_loads)
-        await self.engine.start(folder)
+        self.tokenizer, _ = await asyncio.gather(
+            asyncio.to_thread(Tokenizer, folder), self.engine.start(folder)
+        )
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(

@@ -3,6 +3,7 @@
 Commands go to the engine, events come back. Both are msgspec structs, sent as msgpack over ZeroMQ.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -177,3 +178,8 @@ Event = (
     | EngineStats
     | EngineDead
 )
+
+
+def endpoints(folder: Path) -> tuple[str, str]:
+    """Addresses of the command socket and of the event socket, inside `folder`."""
+    return f"ipc://{folder}/commands", f"ipc://{folder}/events"

@@ -21,15 +21,10 @@ import zmq
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server import logs
-from lorakeet.server.engine.messages import Command, Event
+from lorakeet.server.engine.messages import Command, Event, endpoints
 from lorakeet.server.engine.run import run_engine
 
 LINGER = 2000  # milliseconds in which the last events can still leave
-
-
-def endpoints(folder: Path) -> tuple[str, str]:
-    """Addresses of the command socket and of the event socket."""
-    return f"ipc://{folder}/commands", f"ipc://{folder}/events"
 
 
 class SocketInbox:

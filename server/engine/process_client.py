@@ -13,8 +13,7 @@ import zmq.asyncio
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server.engine.client import EngineBase
-from lorakeet.server.engine.messages import Command, Event, Shutdown
-from lorakeet.server.engine.process import endpoints
+from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
 
 SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
 
