@@ -102,7 +102,7 @@ def graph_of(step: Callable[[], object]) -> Callable[[], object]:
     if not torch.cuda.is_available():
         step()
         return step
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         step()
     stream.synchronize()
@@ -112,19 +112,23 @@ def graph_of(step: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+def new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def median_ms(step: Callable[[], object], repeats: int = 20, inner: int = 1) -> float:
     if not torch.cuda.is_available():
         return 1.0
     for _ in range(3):
         step()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    pairs = [[new_event(), new_event()] for _ in range(repeats)]
     for start, end in pairs:
         start.record()
         for _ in range(inner):
             step()
         end.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / inner
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) / inner
 
 
 def measure_ceilings(device: str) -> Ceilings:
@@ -163,7 +167,7 @@ class Bench:
                 weights.a.normal_(0, spec.input_size**-0.5)
                 weights.b.normal_(0, 0.02)
         wrap_model(self.model, self.pool, TritonBackend())
-        llama.plan_ops = TritonOps  # in the interpreter too
+        vars(llama)["plan_ops"] = TritonOps  # in the interpreter too
 
     def set_ranks(self, ranks: list[int]) -> None:
         """Give the slots from 1 on scattered rows, `ranks[i]` to slot i + 1."""
@@ -237,9 +241,9 @@ class Bench:
 
     def floor_ms(self, size: int, lora_bytes: float, ceilings: Ceilings) -> float:
         config, width = self.config, self.model.dtype.itemsize
-        products = [
-            (s.input_size, s.output_size, s.num_layers) for s in self.specs
-        ] + [(config.hidden_size, config.vocab_size, 1)]
+        products = [(s.input_size, s.output_size, s.num_layers) for s in self.specs] + [
+            (config.hidden_size, config.vocab_size, 1)
+        ]
         seconds = sum(
             count * max(width * n * k / ceilings.read, 2 * size * n * k / ceilings.flops)
             for k, n, count in products
@@ -275,12 +279,13 @@ def profile(step: Callable[[], object], out: Path | None) -> None:
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
     for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kernels.setdefault(event.name[:90], []).append(event.device_time)
     total = 0.0
     for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1])):
         total += sum(times)
-        print(f"{sum(times) / 1e3:8.3f} ms {len(times):5d} x {statistics.median(times):7.2f} us  {name}")
+        each = statistics.median(times)
+        print(f"{sum(times) / 1e3:8.3f} ms {len(times):5d} x {each:7.2f} us  {name}")
     print(f"{total / 1e3:8.3f} ms in kernels")
 
 
@@ -298,7 +303,9 @@ def main() -> None:
         f"copy {ceilings.copy / 1e12:.2f} TB/s, read {ceilings.read / 1e12:.2f} TB/s, "
         f"bf16 GEMM {ceilings.flops / 1e12:.0f} TFLOP/s"
     )
-    print("batch:adapters  step ms  floor ms  step/floor  best peer  peer/step  LoRA ms  its bytes ms")
+    print(
+        "batch:adapters  step ms  floor ms  step/floor  best peer  peer/step  LoRA ms  its bytes ms"
+    )
     base: dict[int, float] = {}
     results: list[Result] = []
     for name in args.points.split(","):
@@ -318,7 +325,10 @@ def main() -> None:
         results.append(result)
         peer = f"{result.peer_ms:9.2f}  {result.peer_ms / ms:9.2f}" if result.peer_ms else " " * 20
         price = f"{result.lora_ms:7.2f}  {result.lora_bytes_ms:12.2f}" if result.lora_ms else ""
-        print(f"{name:>14}  {ms:7.3f}  {result.floor_ms:8.2f}  {result.ratio:10.2f}  {peer}  {price}", flush=True)
+        print(
+            f"{name:>14}  {ms:7.3f}  {result.floor_ms:8.2f}  {result.ratio:10.2f}  {peer}  {price}",
+            flush=True,
+        )
         del step
     for name in filter(None, args.profile.split(",")):
         print(f"kernels at {name}")

@@ -1,8 +1,7 @@
 # mypy: allow-untyped-decorators
-"""How the fused kernels expand a LoRA delta, where they read y anyway.
+"""What the fused kernels share: they expand a LoRA delta where they read y anyway.
 
-A fused kernel works on tiles of token rows. With a delta these are the segments, so that all rows
-of a tile share one adapter; without one, rows in their own order.
+Their programs work on segments, so that all rows of a tile share one adapter.
 """
 
 from typing import Any
@@ -14,29 +13,16 @@ import triton.language as tl
 from lorakeet.kernels.segments import Delta
 
 ROWS = 16  # rows of a tile, and of a segment; the least that `tl.dot` takes
-RANKS = 16  # ranks that a tile takes at a time
+
+# How h meets the weights: bfloat16 weights meet it in two parts, which keep 16 bits of it; float16
+# weights are exact in tf32, whose range is h's own.
+_PRECISION = {torch.float32: "ieee", torch.bfloat16: "bf16x2", torch.float16: "tf32"}
 
 
-def tile_grid(delta: Delta | None, num_rows: int, rows: int = ROWS) -> int:
-    """Tiles of `rows` rows, or of segments."""
-    return triton.cdiv(num_rows, rows) if delta is None else delta.segments.starts.shape[0]
-
-
-def delta_args(delta: Delta | None) -> dict[str, Any]:
+def delta_args(delta: Delta) -> dict[str, Any]:
     """What the fused kernels take of a delta, by name."""
-    pointers = "h b permutation starts lengths weight_indices scalings ranks row_table"
-    if delta is None:
-        return dict.fromkeys(pointers.split()) | {
-            "num_positions": 0,
-            "num_slices": 0,
-            "max_rank": 0,
-            "b_row_stride": 0,
-            "SPLITS": 1,
-            "PRECISION": "ieee",
-            "LORA": False,
-        }
-    splits, num_positions, num_slices, max_rank = delta.h.shape
     segments = delta.segments
+    splits, num_positions, num_slices, max_rank = delta.h.shape
     assert delta.h.is_contiguous()
     assert delta.row_table.is_contiguous()
     assert delta.b.stride(1) == 1
@@ -57,66 +43,65 @@ def delta_args(delta: Delta | None) -> dict[str, Any]:
         "max_rank": max_rank,
         "b_row_stride": delta.b.stride(0),
         "SPLITS": splits,
-        # half-precision weights are exact in tf32; h keeps more bits than y has
-        "PRECISION": "ieee" if delta.b.dtype == torch.float32 else "tf32",
-        "LORA": True,
+        "PRECISION": _PRECISION[delta.b.dtype],
     }
 
 
+def rank_block(delta: Delta) -> int:
+    """Ranks that a pipelined program takes at a time: all of them, up to 64."""
+    return min(64, max(16, int(triton.next_power_of_2(delta.h.shape[3]))))
+
+
 @triton.jit
-def tile_rows(  # type: ignore[no-untyped-def]
-    tile, first, num_rows, permutation, starts, lengths, LORA: tl.constexpr, BLOCK_M: tl.constexpr
+def read_segment(  # type: ignore[no-untyped-def]
+    tile, starts, lengths, weight_indices, scalings, ranks, row_table, max_rank
 ):
-    """Rows [first, first + BLOCK_M) of a tile: places in the order of segments, tokens, mask."""
-    m = first + tl.arange(0, BLOCK_M)
-    if LORA:
-        in_tile = m < tl.load(lengths + tile)
-        positions = tl.load(starts + tile) + m
-        tokens = tl.load(permutation + positions, mask=in_tile, other=0)
-    else:
-        positions = tile * BLOCK_M + m
-        in_tile = positions < num_rows
-        tokens = positions
-    return positions, tokens.to(tl.int64), in_tile
+    """All that a program wants to know of its segment, in as few dependent loads as there can be:
+    start, length, scaling, rank, and where its adapter's rows are listed."""
+    start = tl.load(starts + tile)
+    length = tl.load(lengths + tile)
+    scaling = tl.load(scalings + tile)
+    slot = tl.load(weight_indices + tile)
+    rank = tl.load(ranks + slot)
+    return start, length, scaling, rank, row_table + slot.to(tl.int64) * max_rank
 
 
 @triton.jit
-def expand_tile(  # type: ignore[no-untyped-def]
+def expand_tile(h_tile, weights, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y (M, N) + h_tile (M, R) · weights (R, N), float32 but for the weights."""
+    if PRECISION == "bf16x2":
+        high = h_tile.to(tl.bfloat16)
+        low = (h_tile - high.to(tl.float32)).to(tl.bfloat16)
+        y = tl.dot(low, weights, tl.dot(high, weights, y))
+    else:
+        y = tl.dot(h_tile, weights.to(tl.float32), y, input_precision=PRECISION)
+    return y
+
+
+@triton.jit
+def read_ranks(  # type: ignore[no-untyped-def]
+    block,
     positions,
     in_tile,
     slice_id,
-    n,
-    in_slice,
+    scaling,
+    rank,
+    table_row,
     h,
-    b,
-    slot,
-    ranks,
-    row_table,
     num_positions,
     num_slices,
     max_rank,
-    b_row_stride,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """(M, N) float32: columns `n` of what the adapter of `slot` adds, without its scaling."""
-    rank = tl.load(ranks + slot)
-    table_row = row_table + slot.to(tl.int64) * max_rank
-    delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for first_rank in range(0, rank, BLOCK_R):
-        j = first_rank + tl.arange(0, BLOCK_R)
-        in_rank = j < rank
-        rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
-        h_mask = in_tile[:, None] & in_rank[None, :]
-        h_tile = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-        for split in tl.static_range(SPLITS):
-            h_rows = (split * num_positions + positions.to(tl.int64)) * num_slices + slice_id
-            h_tile += tl.load(h + h_rows[:, None] * max_rank + j[None, :], mask=h_mask, other=0.0)
-        b_tile = b + rows[:, None] * b_row_stride + n[None, :]
-        b_mask = in_rank[:, None] & in_slice[None, :]
-        weights = tl.load(b_tile, mask=b_mask, other=0.0).to(tl.float32)
-        delta += tl.dot(h_tile, weights, input_precision=PRECISION)
-    return delta
+    """A block of ranks: what the shrink left (M, R), scaled; rows of the pool (R,); mask (R,)."""
+    j = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_rank = j < rank
+    rows = tl.load(table_row + j, mask=j < max_rank, other=0).to(tl.int64)
+    mask = in_tile[:, None] & in_rank[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        h_rows = (split * num_positions + positions.to(tl.int64)) * num_slices + slice_id
+        total += tl.load(h + h_rows[:, None] * max_rank + j[None, :], mask=mask, other=0.0)
+    return scaling * total, rows, in_rank

@@ -35,42 +35,40 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     segment = tl.program_id(0)
-    slice_id = tl.program_id(1) % num_slices
-    first_rank = tl.program_id(1) // num_slices * BLOCK_R
+    slice_id = tl.program_id(1)
     split = tl.program_id(2)
     slot = tl.load(weight_indices + segment)
     length = tl.load(lengths + segment)
     if (slot == 0) | (length == 0):
         return
     rank = tl.load(ranks + slot)
-    if first_rank >= rank:
-        return
 
     m = tl.arange(0, BLOCK_M)
     in_segment = m < length
     positions = tl.load(starts + segment).to(tl.int64) + m
     tokens = tl.load(permutation + positions, mask=in_segment, other=0).to(tl.int64)
-    j = first_rank + tl.arange(0, BLOCK_R)
-    in_rank = j < rank
-    table_row = row_table + slot.to(tl.int64) * max_rank
-    rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
-
     x_rows = x + tokens[:, None] * x_stride
-    a_rows = a + slice_id.to(tl.int64) * a_slice_stride + rows[None, :] * a_row_stride
-    first = split * split_size
-    total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    for start in range(first, tl.minimum(first + split_size, input_size), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        in_input = k < input_size
-        x_tile = tl.load(
-            x_rows + k[None, :], mask=in_segment[:, None] & in_input[None, :], other=0.0
-        )
-        a_tile = tl.load(a_rows + k[:, None], mask=in_input[:, None] & in_rank[None, :], other=0.0)
-        total += tl.dot(x_tile, a_tile, input_precision="ieee")
-
+    a_slice = a + slice_id.to(tl.int64) * a_slice_stride
     h_rows = (split.to(tl.int64) * num_positions + positions) * num_slices + slice_id
-    h_tile = h + h_rows[:, None] * max_rank + j[None, :]
-    tl.store(h_tile, total, mask=in_segment[:, None] & in_rank[None, :])
+    table_row = row_table + slot.to(tl.int64) * max_rank
+    first = split * split_size
+    last = tl.minimum(first + split_size, input_size)
+    for first_rank in range(0, rank, BLOCK_R):
+        j = first_rank + tl.arange(0, BLOCK_R)
+        in_rank = j < rank
+        rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
+        a_rows = a_slice + rows[None, :] * a_row_stride
+        total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+        for start in range(first, last, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            in_input = k < input_size
+            x_mask = in_segment[:, None] & in_input[None, :]
+            x_tile = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
+            a_mask = in_input[:, None] & in_rank[None, :]
+            a_tile = tl.load(a_rows + k[:, None], mask=a_mask, other=0.0)
+            total += tl.dot(x_tile, a_tile, input_precision="ieee")
+        h_tile = h + h_rows[:, None] * max_rank + j[None, :]
+        tl.store(h_tile, total, mask=in_segment[:, None] & in_rank[None, :])
 
 
 def split_input(input_size: int, block: int) -> tuple[int, int]:
@@ -78,9 +76,7 @@ def split_input(input_size: int, block: int) -> tuple[int, int]:
 
     It depends on the input size and `block` alone, so a row's sums do not depend on the batch.
     """
-    tiles = tiles_for(block)
-    most_splits = min(tiles.splits, triton.cdiv(input_size, tiles.inner))
-    split_size = triton.cdiv(triton.cdiv(input_size, most_splits), tiles.inner) * tiles.inner
+    split_size = tiles_for(block).split_size
     return triton.cdiv(input_size, split_size), split_size
 
 
@@ -115,11 +111,7 @@ def sgemm_lora_a(
     splits, split_size = split_input(input_size, segments.block)
     if h is None:
         h = empty_sums(a, segments, row_table)
-    grid = (
-        segments.starts.shape[0],
-        triton.cdiv(max_rank, tiles.rank) * num_slices,
-        splits,
-    )
+    grid = (segments.starts.shape[0], num_slices, splits)
     _shrink_kernel[grid](
         x,
         a,
@@ -142,5 +134,6 @@ def sgemm_lora_a(
         BLOCK_R=tiles.rank,
         BLOCK_K=tiles.inner,
         num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return h

@@ -6,61 +6,80 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.delta import ROWS, delta_args, tile_grid, tile_rows
+from lorakeet.kernels.delta import delta_args, read_segment
 from lorakeet.kernels.segments import Delta
 
-_UNROLL = 8  # rows of B read at a time
+_RANKS = 16  # the most rows of B that a program holds at a time
+_WEIGHTS = 2**16  # the most values of them
 
 
 @triton.jit
-def _expand_rows(  # type: ignore[no-untyped-def]
-    positions,
-    in_tile,
+def _expand_row(  # type: ignore[no-untyped-def]
+    position,
+    rank,
+    table_row,
     n,
     in_row,
     h,
     b,
-    slot,
-    ranks,
-    row_table,
     num_positions,
     max_rank,
     b_row_stride,
     SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """(M, N) float32, as `expand_tile` of one slice: a few rows and all columns, rank by rank."""
-    rank = tl.load(ranks + slot)
-    table_row = row_table + slot.to(tl.int64) * max_rank
+    """(N,) float32: all columns of what an adapter adds to one row, without its scaling."""
     split = tl.arange(0, BLOCK_S)
-    in_splits = (split < SPLITS)[:, None] & in_tile[None, :]
-    h_rows = split[:, None] * num_positions + positions[None, :]
-    h_columns = h + h_rows.to(tl.int64) * max_rank
-    delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for first_rank in range(0, rank, UNROLL):
-        for i in tl.static_range(UNROLL):
-            # past the rank: the last row once more, times nothing
-            j = tl.minimum(first_rank + i, rank - 1)
-            row = tl.load(table_row + j).to(tl.int64)
-            weights = tl.load(b + row * b_row_stride + n, mask=in_row, other=0.0)
-            h_j = tl.sum(tl.load(h_columns + j, mask=in_splits, other=0.0), 0)
-            h_j = tl.where(first_rank + i < rank, h_j, 0.0)
-            delta += h_j[:, None] * weights.to(tl.float32)[None, :]
+    h_rows = h + (split * num_positions + position).to(tl.int64) * max_rank
+    delta = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        j = first_rank + tl.arange(0, BLOCK_R)
+        in_rank = j < rank
+        rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
+        b_tile = b + rows[:, None] * b_row_stride + n[None, :]
+        weights = tl.load(b_tile, mask=in_rank[:, None] & in_row[None, :], other=0.0)
+        h_mask = (split < SPLITS)[:, None] & in_rank[None, :]
+        h_row = tl.sum(tl.load(h_rows[:, None] + j[None, :], mask=h_mask, other=0.0), 0)
+        delta += tl.sum(h_row[:, None] * weights.to(tl.float32), 0)
     return delta
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_rows", "num_positions"])
+@triton.jit
+def _finish_row(  # type: ignore[no-untyped-def]
+    values, token, n, in_row, residual, weight, total, normed, size, eps
+):
+    """Add the residual to a row's values (N,) and norm the sum; store both."""
+    values += tl.load(residual + token * size + n, mask=in_row, other=0.0).to(tl.float32)
+    rounded = values.to(total.dtype.element_ty)
+    tl.store(total + token * size + n, rounded, mask=in_row)
+    values = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    scale = tl.load(weight + n, mask=in_row, other=0.0).to(tl.float32)
+    result = values * factor * scale
+    tl.store(normed + token * size + n, result.to(normed.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
 def _add_norm_kernel(  # type: ignore[no-untyped-def]
+    y, residual, weight, total, normed, y_stride, size, eps, BLOCK_N: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    in_row = n < size
+    values = tl.load(y + token * y_stride + n, mask=in_row, other=0.0).to(tl.float32)
+    _finish_row(values, token, n, in_row, residual, weight, total, normed, size, eps)
+
+
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["num_positions"])
+def _expand_add_norm_kernel(  # type: ignore[no-untyped-def]
     y,
     residual,
     weight,
     total,
     normed,
-    num_rows,
     y_stride,
     size,
     eps,
@@ -79,56 +98,38 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     b_row_stride,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    LORA: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    first = tl.program_id(1) * BLOCK_M
-    if LORA:
-        if first >= tl.load(lengths + tile):
-            return
-    positions, tokens, in_tile = tile_rows(
-        tile, first, num_rows, permutation, starts, lengths, LORA, BLOCK_M
+    """One row of a segment: too few rows share an adapter's weights for a product of tiles."""
+    start, length, scaling, rank, table_row = read_segment(
+        tl.program_id(0), starts, lengths, weight_indices, scalings, ranks, row_table, max_rank
     )
+    if tl.program_id(1) >= length:
+        return
+    position = start + tl.program_id(1)
+    token = tl.load(permutation + position).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     in_row = n < size
-    mask = in_tile[:, None] & in_row[None, :]
-    places = tokens[:, None] * size + n[None, :]
-    values = tl.load(y + tokens[:, None] * y_stride + n[None, :], mask=mask, other=0.0)
-    values = values.to(tl.float32)
-    if LORA:
-        slot = tl.load(weight_indices + tile)
-        delta = _expand_rows(
-            positions,
-            in_tile,
-            n,
-            in_row,
-            h,
-            b,
-            slot,
-            ranks,
-            row_table,
-            num_positions,
-            max_rank,
-            b_row_stride,
-            SPLITS,
-            BLOCK_S,
-            BLOCK_M,
-            BLOCK_N,
-            UNROLL,
-        )
-        values += delta * tl.load(scalings + tile)
-    values += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
-    rounded = values.to(total.dtype.element_ty)
-    tl.store(total + places, rounded, mask=mask)
-    values = rounded.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(values * values, 1) / size + eps)
-    scale = tl.load(weight + n, mask=in_row, other=0.0).to(tl.float32)
-    result = values * factor[:, None] * scale[None, :]
-    tl.store(normed + places, result.to(normed.dtype.element_ty), mask=mask)
+    values = tl.load(y + token * y_stride + n, mask=in_row, other=0.0).to(tl.float32)
+    values += scaling * _expand_row(
+        position,
+        rank,
+        table_row,
+        n,
+        in_row,
+        h,
+        b,
+        num_positions,
+        max_rank,
+        b_row_stride,
+        SPLITS,
+        BLOCK_S,
+        BLOCK_R,
+        BLOCK_N,
+    )
+    _finish_row(values, token, n, in_row, residual, weight, total, normed, size, eps)
 
 
 def add_rms_norm(
@@ -144,24 +145,18 @@ def add_rms_norm(
     assert y.stride(1) == 1
     assert residual.is_contiguous()
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    args = delta_args(delta)
-    rows = 1
-    grid = (tile_grid(delta, num_rows, rows), 1 if delta is None else ROWS // rows)
-    _add_norm_kernel[grid](
-        y,
-        residual,
-        weight,
-        total,
-        normed,
-        num_rows,
-        y.stride(0),
-        size,
-        eps,
-        **args,
-        BLOCK_S=triton.next_power_of_2(args["SPLITS"]),
-        BLOCK_M=rows,
-        BLOCK_N=triton.next_power_of_2(size),
-        UNROLL=_UNROLL,
-        num_warps=4 if delta is None else 8,
+    args = (y, residual, weight, total, normed, y.stride(0), size, eps)
+    columns = triton.next_power_of_2(size)
+    if delta is None:
+        _add_norm_kernel[(num_rows,)](*args, BLOCK_N=columns, num_warps=4)
+        return normed, total
+    _expand_add_norm_kernel[delta.segments.starts.shape[0], delta.segments.block](
+        *args,
+        **delta_args(delta),
+        BLOCK_S=triton.next_power_of_2(delta.h.shape[0]),
+        BLOCK_R=max(1, min(_RANKS, _WEIGHTS // columns)),
+        BLOCK_N=columns,
+        num_warps=16,
+        num_stages=1,
     )
     return normed, total

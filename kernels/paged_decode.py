@@ -1,8 +1,8 @@
 # mypy: allow-untyped-decorators
 """Attention of sequences with one new token: keys in splits side by side, then a merge.
 
-(Flash-Decoding.) How a context is split depends on its own length alone, so a sequence's result
-does not depend on the batch.
+(Flash-Decoding.) A context of one split needs no merge. How a context is split depends on its own
+length and on the number of decodes, not on what the others are.
 """
 
 import torch
@@ -13,18 +13,21 @@ from torch import Tensor
 from lorakeet.kernels.attend import KEYS, attend, tile_size
 
 MAX_SPLITS = 16
-MIN_SPLIT = 256  # keys
+MIN_SPLIT = 512  # keys
+SMALL_SPLIT = 128  # where so few programs would leave most of a GPU idle
+FEW_PROGRAMS = 128  # sequences x KV heads
 
 
 @triton.jit
 def _splits(  # type: ignore[no-untyped-def]
     context, WINDOW: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr
 ):
-    """The first key that the newest token sees, and the number of keys in a split."""
+    """The first key that the newest token sees, the keys in a split, and how many there are."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(context - WINDOW, 0)
-    return first, tl.maximum(tl.cdiv(context - first, MAX_SPLITS), MIN_SPLIT)
+    size = tl.maximum(tl.cdiv(context - first, MAX_SPLITS), MIN_SPLIT)
+    return first, size, tl.cdiv(context - first, size)
 
 
 # sizes that change from step to step must not compile anew
@@ -33,6 +36,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
+    out,
     totals,
     weights,
     maxima,
@@ -56,9 +60,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(context_lens + sequence)
-    first, split_size = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
+    first, split_size, num_splits = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
     first += split * split_size
-    if first >= context:
+    if (split > 0) & (split >= num_splits):  # without any context the first one writes zeros
         return
 
     m = tl.arange(0, BLOCK_M)
@@ -86,20 +90,26 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         BLOCK_N,
         BLOCK_D,
     )
-    rows = (sequence * (KV_HEADS * GROUP) + heads) * tl.num_programs(2) + split
+    rows = sequence * (KV_HEADS * GROUP) + heads
+    if num_splits <= 1:
+        result = total / tl.where(weight > 0, weight, 1.0)[:, None]
+        places = out + rows[:, None] * HEAD_DIM + d[None, :]
+        tl.store(places, result.to(out.dtype.element_ty), mask=mask)
+        return
+    rows = rows * tl.num_programs(2) + split
     tl.store(totals + rows[:, None] * HEAD_DIM + d[None, :], total, mask=mask)
     tl.store(weights + rows, weight, mask=in_group)
     tl.store(maxima + rows, highest, mask=in_group)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["most_splits"])
 def _combine_kernel(  # type: ignore[no-untyped-def]
     totals,
     weights,
     maxima,
     out,
     context_lens,
-    num_splits,
+    most_splits,
     WINDOW: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -107,23 +117,24 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head of one sequence; zeros if it has no context."""
+    """One head of one sequence that has several splits."""
     sequence = tl.program_id(0).to(tl.int64)
     row = sequence * tl.num_programs(1) + tl.program_id(1)
     context = tl.load(context_lens + sequence)
-    first, split_size = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
+    _, _, num_splits = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
+    if num_splits <= 1:
+        return
     split = tl.arange(0, BLOCK_S)
-    used = split < tl.cdiv(context - first, split_size)
+    used = split < num_splits
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
-
-    rows = row * num_splits + split
+    rows = row * most_splits + split
     highest = tl.load(maxima + rows, mask=used, other=float("-inf"))
-    shrink = tl.where(used, tl.exp2(highest - tl.max(highest, 0)), 0.0)
+    shrink = tl.exp2(highest - tl.max(highest, 0))
     weight = tl.sum(shrink * tl.load(weights + rows, mask=used, other=0.0), 0)
     parts = totals + rows[:, None] * HEAD_DIM + d[None, :]
     values = tl.load(parts, mask=used[:, None] & in_head[None, :], other=0.0)
-    result = tl.sum(shrink[:, None] * values, 0) / tl.where(context > 0, weight, 1.0)
+    result = tl.sum(shrink[:, None] * values, 0) / weight
     tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=in_head)
 
 
@@ -144,7 +155,8 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
     most_keys = min(max_context_len, window) if window else max_context_len
-    num_splits = min(MAX_SPLITS, triton.cdiv(most_keys, MIN_SPLIT))
+    min_split = SMALL_SPLIT if num_decodes * num_kv_heads <= FEW_PROGRAMS else MIN_SPLIT
+    num_splits = max(1, min(MAX_SPLITS, triton.cdiv(most_keys, min_split)))
     shape = (num_decodes, num_heads, num_splits)
     totals = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     weights = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -153,6 +165,7 @@ def paged_decode(
         q,
         k_cache,
         v_cache,
+        out,
         totals,
         weights,
         maxima,
@@ -163,7 +176,7 @@ def paged_decode(
         block_tables.stride(0),
         WINDOW=window,
         MAX_SPLITS=MAX_SPLITS,
-        MIN_SPLIT=MIN_SPLIT,
+        MIN_SPLIT=min_split,
         BLOCK_SIZE=block_size,
         GROUP=group,
         KV_HEADS=num_kv_heads,
@@ -171,9 +184,11 @@ def paged_decode(
         BLOCK_M=tile_size(group),
         BLOCK_N=KEYS,
         BLOCK_D=tile_size(head_dim),
-        num_warps=4,
+        num_warps=2,
         num_stages=2,
     )
+    if num_splits == 1:
+        return
     _combine_kernel[num_decodes, num_heads](
         totals,
         weights,
@@ -183,7 +198,7 @@ def paged_decode(
         num_splits,
         WINDOW=window,
         MAX_SPLITS=MAX_SPLITS,
-        MIN_SPLIT=MIN_SPLIT,
+        MIN_SPLIT=min_split,
         HEAD_DIM=head_dim,
         BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_D=tile_size(head_dim),

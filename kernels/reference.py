@@ -154,9 +154,7 @@ def add_rms_norm(
     return _rms_norm(total, weight.to(dtype), eps), total
 
 
-def silu_mul(
-    gate_up: Tensor, delta: Delta | None, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype = torch.float32) -> Tensor:
     size = gate_up.shape[1] // 2
     gate, up = _added(gate_up, delta, [size, size], dtype).chunk(2, dim=1)
     return gate * gate.sigmoid() * up
@@ -175,8 +173,8 @@ def rotate_heads(
     """q, k and v of `rotate_and_write`, in `dtype`: (T, heads, head_dim) each."""
     head_dim = cos.shape[-1]
     sizes = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
-    parts = _added(qkv, delta, sizes, dtype).split(sizes, dim=1)
-    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in parts)
+    parts = torch.split(_added(qkv, delta, sizes, dtype), sizes, dim=1)
+    q, k, v = (part.reshape(len(part), -1, head_dim) for part in parts)
     if norms is not None:
         q = _rms_norm(q, norms[0].to(dtype), norms[2])
         k = _rms_norm(k, norms[1].to(dtype), norms[2])

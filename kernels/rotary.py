@@ -1,6 +1,7 @@
 # mypy: allow-untyped-decorators
 """From the qkv projection to attention: deltas, q/k norm, rotary embedding, KV write, in one."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -8,8 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.delta import RANKS, ROWS, delta_args, expand_tile, tile_grid, tile_rows
+from lorakeet.kernels.delta import (
+    ROWS,
+    delta_args,
+    expand_tile,
+    rank_block,
+    read_ranks,
+    read_segment,
+)
 from lorakeet.kernels.segments import Delta
+
+_ROWS = 4  # token rows of a program without deltas
+_HEADS_AT_ONCE = 2  # heads of a program with deltas
 
 
 class HeadNorms(NamedTuple):
@@ -20,10 +31,13 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_rows", "num_positions"])
-def _heads_kernel(  # type: ignore[no-untyped-def]
-    qkv,
+@triton.jit
+def _finish_head(  # type: ignore[no-untyped-def]
+    low,
+    high,
+    head,
+    tokens,
+    in_tile,
     q,
     k_cache,
     v_cache,
@@ -33,95 +47,17 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     q_weight,
     k_weight,
     eps,
-    num_rows,
-    y_stride,
-    h,
-    b,
-    permutation,
-    starts,
-    lengths,
-    weight_indices,
-    scalings,
-    ranks,
-    row_table,
-    num_positions,
-    num_slices,
-    max_rank,
-    b_row_stride,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    LORA: tl.constexpr,
     NORM: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    if LORA:
-        if tl.load(lengths + tile) == 0:
-            return
-    positions, tokens, in_tile = tile_rows(
-        tile, 0, num_rows, permutation, starts, lengths, LORA, BLOCK_M
-    )
+    """Norm and rotate one head of q or k, given as its two halves (M, D), and store it."""
     half: tl.constexpr = HEAD_DIM // 2
     d = tl.arange(0, BLOCK_D)
     in_half = d < half
     mask = in_tile[:, None] & in_half[None, :]
-    n = head * HEAD_DIM + d
-    row = qkv + tokens[:, None] * y_stride + n[None, :]
-    low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(row + half, mask=mask, other=0.0).to(tl.float32)
-    if LORA:
-        slot = tl.load(weight_indices + tile)
-        scaling = tl.load(scalings + tile)
-        slice_id = (head >= HEADS).to(tl.int32) + (head >= HEADS + KV_HEADS).to(tl.int32)
-        low += scaling * expand_tile(
-            positions,
-            in_tile,
-            slice_id,
-            n,
-            in_half,
-            h,
-            b,
-            slot,
-            ranks,
-            row_table,
-            num_positions,
-            num_slices,
-            max_rank,
-            b_row_stride,
-            SPLITS,
-            BLOCK_M,
-            BLOCK_R,
-            BLOCK_D,
-            PRECISION,
-        )
-        high += scaling * expand_tile(
-            positions,
-            in_tile,
-            slice_id,
-            n + half,
-            in_half,
-            h,
-            b,
-            slot,
-            ranks,
-            row_table,
-            num_positions,
-            num_slices,
-            max_rank,
-            b_row_stride,
-            SPLITS,
-            BLOCK_M,
-            BLOCK_R,
-            BLOCK_D,
-            PRECISION,
-        )
-
     if head < HEADS + KV_HEADS:  # a head of q or k
         if NORM:
             squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
@@ -155,6 +91,181 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     tl.store(places + half, high.to(q.dtype.element_ty), mask=mask)
 
 
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["num_rows"])
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q,
+    k_cache,
+    v_cache,
+    kv_slots,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    y_stride,
+    num_rows,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_tile = tokens < num_rows
+    d = tl.arange(0, BLOCK_D)
+    half: tl.constexpr = HEAD_DIM // 2
+    mask = in_tile[:, None] & (d < half)[None, :]
+    row = qkv + tokens[:, None] * y_stride + (head * HEAD_DIM + d)[None, :]
+    low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(row + half, mask=mask, other=0.0).to(tl.float32)
+    _finish_head(
+        low,
+        high,
+        head,
+        tokens,
+        in_tile,
+        q,
+        k_cache,
+        v_cache,
+        kv_slots,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        eps,
+        NORM,
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        BLOCK_D,
+    )
+
+
+@triton.jit(do_not_specialize=["num_positions"])
+def _expand_heads_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q,
+    k_cache,
+    v_cache,
+    kv_slots,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    y_stride,
+    h,
+    b,
+    permutation,
+    starts,
+    lengths,
+    weight_indices,
+    scalings,
+    ranks,
+    row_table,
+    num_positions,
+    num_slices,
+    max_rank,
+    b_row_stride,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One segment and several heads of one slice; weights load while other heads multiply."""
+    start, length, scaling, rank, table_row = read_segment(
+        tl.program_id(0), starts, lengths, weight_indices, scalings, ranks, row_table, max_rank
+    )
+    if length == 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    in_tile = m < length
+    positions = start + m
+    tokens = tl.load(permutation + positions, mask=in_tile, other=0).to(tl.int64)
+    first_head = tl.program_id(1) * HEADS_AT_ONCE
+    slice_id = (first_head >= HEADS).to(tl.int32) + (first_head >= HEADS + KV_HEADS).to(tl.int32)
+    h_tile, rows, in_rank = read_ranks(
+        0,
+        positions,
+        in_tile,
+        slice_id,
+        scaling,
+        rank,
+        table_row,
+        h,
+        num_positions,
+        num_slices,
+        max_rank,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_R,
+    )
+    half: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    in_half = d < half
+    mask = in_tile[:, None] & in_half[None, :]
+    for head in range(first_head, first_head + HEADS_AT_ONCE):
+        n = head * HEAD_DIM + d
+        row = qkv + tokens[:, None] * y_stride + n[None, :]
+        low = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(row + half, mask=mask, other=0.0).to(tl.float32)
+        for block in tl.static_range(RANK_BLOCKS):
+            if RANK_BLOCKS > 1:
+                h_tile, rows, in_rank = read_ranks(
+                    block,
+                    positions,
+                    in_tile,
+                    slice_id,
+                    scaling,
+                    rank,
+                    table_row,
+                    h,
+                    num_positions,
+                    num_slices,
+                    max_rank,
+                    SPLITS,
+                    BLOCK_M,
+                    BLOCK_R,
+                )
+            b_tile = b + rows[:, None] * b_row_stride + n[None, :]
+            b_mask = in_rank[:, None] & in_half[None, :]
+            low = expand_tile(h_tile, tl.load(b_tile, mask=b_mask, other=0.0), low, PRECISION)
+            high_weights = tl.load(b_tile + half, mask=b_mask, other=0.0)
+            high = expand_tile(h_tile, high_weights, high, PRECISION)
+        _finish_head(
+            low,
+            high,
+            head,
+            tokens,
+            in_tile,
+            q,
+            k_cache,
+            v_cache,
+            kv_slots,
+            cos,
+            sin,
+            q_weight,
+            k_weight,
+            eps,
+            NORM,
+            HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_D,
+        )
+
+
 def rotate_and_write(
     qkv: Tensor,
     delta: Delta | None,
@@ -183,28 +294,31 @@ def rotate_and_write(
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     q = torch.empty((num_rows, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    rows = 4 if delta is None else ROWS
-    _heads_kernel[tile_grid(delta, num_rows, rows), num_heads + 2 * num_kv_heads](
-        qkv,
-        q,
-        k_cache,
-        v_cache,
-        kv_slots,
-        cos,
-        sin,
-        None if norms is None else norms.q,
-        None if norms is None else norms.k,
-        0.0 if norms is None else norms.eps,
-        num_rows,
-        qkv.stride(0),
+    weights = (None, None, 0.0) if norms is None else norms
+    args = (qkv, q, k_cache, v_cache, kv_slots, cos, sin, *weights, qkv.stride(0))
+    sizes = {
+        "NORM": norms is not None,
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim // 2)),
+    }
+    num_all = num_heads + 2 * num_kv_heads
+    if delta is None:
+        grid = (triton.cdiv(num_rows, _ROWS), num_all)
+        _heads_kernel[grid](*args, num_rows, **sizes, BLOCK_M=_ROWS, num_warps=1)
+        return q
+    at_once = math.gcd(num_heads, num_kv_heads, _HEADS_AT_ONCE)
+    block = rank_block(delta)
+    _expand_heads_kernel[delta.segments.starts.shape[0], num_all // at_once](
+        *args,
         **delta_args(delta),
-        NORM=norms is not None,
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_M=rows,
-        BLOCK_R=RANKS,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim // 2)),
-        num_warps=1 if delta is None else 2,
+        **sizes,
+        RANK_BLOCKS=triton.cdiv(delta.h.shape[3], block),
+        BLOCK_M=ROWS,
+        BLOCK_R=block,
+        HEADS_AT_ONCE=at_once,
+        num_warps=4,
+        num_stages=2,
     )
     return q

@@ -11,13 +11,14 @@ DECODE_ROWS = 16  # the least that `tl.dot` takes; larger blocks are prefill wor
 class Tiles:
     rank: int  # ranks of a shrink program; ranks an expand program takes at a time
     inner: int  # shrink: inputs taken at a time
-    splits: int  # shrink: the most programs that share one input row
+    split_size: int  # shrink: inputs that a program sums; a multiple of `inner`
     columns: int  # expand: outputs of a program
     num_warps: int
+    num_stages: int  # shrink: steps of the loop over the inputs in flight
 
 
-DECODE = Tiles(rank=16, inner=256, splits=8, columns=64, num_warps=4)
-PREFILL = Tiles(rank=32, inner=64, splits=1, columns=128, num_warps=4)
+DECODE = Tiles(rank=16, inner=128, split_size=1024, columns=64, num_warps=4, num_stages=4)
+PREFILL = Tiles(rank=32, inner=64, split_size=2**20, columns=128, num_warps=4, num_stages=3)
 
 
 def tiles_for(block: int) -> Tiles:

@@ -1,5 +1,8 @@
-"""LoRA deltas on CUDA. Decode: a shrink beside the base product, the expand left to the next kernel.
-Prefill: a shrink and an expand after it, in large tiles."""
+"""LoRA deltas on CUDA.
+
+Decode: the shrink beside the base product, the expand left to the kernel that follows. Prefill:
+both after the base product, in large tiles.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,7 @@ class LlamaModel(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         ops = plan_ops(batch, self.rotary.cos_sin(batch))
         residual = self.embed_tokens(batch.token_ids, batch)
-        input_norms = [layer.input_layernorm for layer in self.layers]
+        input_norms = [cast(RMSNorm, layer.input_layernorm) for layer in self.layers]
         x = input_norms[0](residual)
         for layer, next_norm in zip(self.layers, [*input_norms[1:], self.norm], strict=True):
             x, residual = layer(x, residual, batch, ops, next_norm)

@@ -63,7 +63,7 @@ class TorchOps:
     def attend(self, layer: AttentionLayer, qkv: Tensor, delta: Delta | None) -> Tensor:
         assert delta is None
         assert layer.cache is not None, "bind_kv_cache comes before the first pass"
-        heads = qkv.unflatten(-1, (-1, layer.head_dim))
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
         num_qk = layer.num_heads + layer.num_kv_heads
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if layer.q_norm is not None and layer.k_norm is not None:

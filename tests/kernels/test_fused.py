@@ -15,7 +15,9 @@ RANKS = [3, 16, 1, 40, 0, 8]
 MIXES = [name for name in POPULARITIES if name != "all_base"]
 
 
-def case_of(name: str, slice_sizes: tuple[int, ...], num_tokens: int = 21, **kwargs: Any) -> LoRACase:
+def case_of(
+    name: str, slice_sizes: tuple[int, ...], num_tokens: int = 21, **kwargs: Any
+) -> LoRACase:
     slots = popularity(name, num_tokens, len(RANKS))
     options: dict[str, Any] = {"block": 16, "base_rows": True, "max_rank": 48} | kwargs
     return lora_case(slots, RANKS, slice_sizes=slice_sizes, **options)
@@ -29,8 +31,8 @@ def delta_of(case: LoRACase) -> Delta:
 def close(found: Tensor, exact: Tensor) -> None:
     """Within a rounding or two of what the output can hold."""
     eps = torch.finfo(found.dtype).eps
-    tolerance = {"rtol": 2e-5, "atol": 4e-5} if found.dtype == torch.float32 else {"rtol": 2 * eps, "atol": 2 * eps}
-    torch.testing.assert_close(found.double(), exact.double(), **tolerance)
+    rtol, atol = (2e-5, 4e-5) if found.dtype == torch.float32 else (2 * eps, 2 * eps)
+    torch.testing.assert_close(found.double(), exact.double(), rtol=rtol, atol=atol)
 
 
 def normal(*shape: int, like: Tensor, seed: int = 7) -> Tensor:
@@ -114,7 +116,9 @@ class TestRotateAndWrite:
         sin = torch.cat((-angles.sin(), angles.sin()), -1)
         norms = None
         if normed:
-            norms = rotary.HeadNorms(normal(head_dim, like=y), normal(head_dim, like=y, seed=9), 1e-6)
+            norms = rotary.HeadNorms(
+                normal(head_dim, like=y), normal(head_dim, like=y, seed=9), 1e-6
+            )
         shape = (num_tokens, block_size, self.KV_HEADS, head_dim)
         caches = torch.full((2, *shape), 7.0, dtype=y.dtype, device=y.device)
         slots = torch.randperm(num_tokens * block_size)[:num_tokens].to(y.device)
@@ -145,9 +149,7 @@ def test_a_nan_adapter_stays_in_its_own_rows(device: str, dtype: torch.dtype) ->
         cos = torch.ones(len(case.y), 1, 32, device=device)
         cache = torch.zeros(len(case.y), 1, 1, 32, dtype=dtype, device=device)
         slots = torch.arange(len(case.y), device=device)
-        q = rotary.rotate_and_write(
-            case.y, delta, cos, cos, None, cache, cache.clone(), slots, 3
-        )
+        q = rotary.rotate_and_write(case.y, delta, cos, cos, None, cache, cache.clone(), slots, 3)
         one = replace(delta, h=delta.h[:, :, :1].contiguous())
         size = case.y.shape[1]
         normed, total = norm.add_rms_norm(
