@@ -11,7 +11,7 @@ PORT ?= 8000
 .PHONY: help demo test check install install-dev clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 demo: install
 	$(BIN)/lorakeet serve --port $(PORT)

@@ -18,7 +18,9 @@ def parse_size(value: object) -> object:
     """Read `"8GiB"`, `"512M"` or a number as bytes (binary units)."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value, re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(?:i?b)?\s*", value, re.IGNORECASE
+    )
     if match is None:
         raise ValueError(f"{value!r} is no size; write for example 512MiB or 8GiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -26,17 +28,18 @@ def parse_size(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Settings(BaseModel):
     """What `lorakeet serve` can be told. Sizes are bytes, times are seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: str | None = Field(
+    model: Text | None = Field(
         None, description="Model folder, .gguf file or hub id. Left out: the demo model"
     )
-    served_model_name: str | None = Field(
+    served_model_name: Text | None = Field(
         None, description="Name of the base model in the API (default: MODEL as given)"
     )
     load_format: Literal["auto", "dummy"] = Field(
@@ -76,9 +79,9 @@ class Settings(BaseModel):
         " most a quarter of the free memory)",
     )
 
-    host: str = Field("127.0.0.1", description="Address to listen on")
+    host: Text = Field("127.0.0.1", description="Address to listen on")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(8000, description="Port to listen on")
-    api_key: str | None = Field(
+    api_key: Text | None = Field(
         None, repr=False, description="Key that clients must send as a bearer token"
     )
     max_queue: Count = Field(1024, description="Requests that may wait; more are answered 429")
@@ -102,9 +105,9 @@ def load(config_file: Path | None = None, **overrides: Any) -> Settings:
     if config_file is not None:
         try:
             read = yaml.safe_load(config_file.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise SettingsError(f"cannot read {config_file}: {error}") from None
-        if not isinstance(read, dict):
+        if not (isinstance(read, dict) and all(isinstance(key, str) for key in read)):
             raise SettingsError(f"{config_file} must hold a mapping of settings")
         values.update(read)
     values.update({key: value for key, value in overrides.items() if value is not None})

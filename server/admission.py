@@ -54,9 +54,6 @@ def sampling_params(body: GenerationRequest, info: EngineInfo) -> SamplingParams
         raise BadRequestError(message, param="prompt_logprobs")
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    asked = _asked_tokens(body)
-    if asked is not None and (body.min_tokens or 0) > asked:
-        raise BadRequestError("min_tokens is larger than max_tokens", param="min_tokens")
     temperature = _or(body.temperature, 1.0)
     top_k = max(0, body.top_k or 0)
     return SamplingParams(
@@ -95,13 +92,16 @@ def max_tokens(body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo
         )
         raise BadRequestError(message, param=param, code="context_length_exceeded")
     if asked is None:
-        return room if isinstance(body, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+        asked = room if isinstance(body, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
     if asked > room:
         message = (
             f"max_tokens is {asked}, but after {num_prompt_tokens} prompt tokens only {room} "
             f"of the model's context of {info.max_model_len} are left"
         )
         raise BadRequestError(message, param=_asked_field(body), code="context_length_exceeded")
+    if (body.min_tokens or 0) > asked:
+        message = f"min_tokens is {body.min_tokens}, but at most {asked} tokens may follow"
+        raise BadRequestError(message, param="min_tokens")
     return asked
 
 

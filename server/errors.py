@@ -75,7 +75,7 @@ class ModelNotFoundError(NotFoundError):
     default_code = "model_not_found"
 
     def __init__(self, name: str, *, param: str = "model") -> None:
-        super().__init__(f"The model {name!r} does not exist", param=param)
+        super().__init__(f"The model {name[:256]!r} does not exist", param=param)
 
 
 class OverloadedError(APIError):

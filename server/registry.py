@@ -7,6 +7,7 @@ once; the engine is told when its last lease ends, so no request is ever sent fo
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import time
 from collections import Counter
@@ -52,7 +53,7 @@ class Registry:
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
-        self._roots = tuple(root.resolve() for root in settings.adapter_dirs)
+        self._roots = tuple(Path(os.path.realpath(root)) for root in settings.adapter_dirs)
         self._ids = itertools.count(1)
         self._versions: dict[str, Version] = {}
         self._leases: Counter[int] = Counter()  # by adapter id
@@ -105,12 +106,11 @@ class Registry:
     def versions(self) -> list[Version]:
         return list(self._versions.values())
 
-    def on_disk(self) -> dict[str, Path]:
-        """Adapters that would be loaded at their first request."""
-        names = {entry.name for root in self._roots for entry in _entries(root)}
-        names -= self._versions.keys()
-        folders = {name: self._lazy_folder(name) for name in sorted(names)}
-        return {name: folder for name, folder in folders.items() if folder is not None}
+    async def listing(self) -> tuple[list[Version], dict[str, Path]]:
+        """Adapters that are loaded, and those that would be loaded at their first request."""
+        folders = await asyncio.to_thread(self._lazy_folders)
+        taken = self._versions.keys() | self._hidden  # perhaps only since the folders were read
+        return self.versions(), {name: folders[name] for name in folders if name not in taken}
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -161,7 +161,9 @@ class Registry:
         """Load `settings.adapters`, wherever they lie. Raises APIError for the first bad one."""
         for name, path in self._settings.adapters.items():
             self._check_name(name)
-            self._versions[name] = await self._read(name, path.resolve(), False, param=name)
+            self._versions[name] = await self._read(
+                name, Path(os.path.realpath(path)), False, param=name
+            )
 
     async def load(
         self, name: str, path: str, load_inplace: bool = False, pinned: bool = False
@@ -272,17 +274,22 @@ class Registry:
     def _inside(self, path: Path) -> bool:
         return any(path.is_relative_to(root) for root in self._roots)
 
+    def _lazy_folders(self) -> dict[str, Path]:
+        names = {entry.name for root in self._roots for entry in _entries(root)}
+        folders = {name: self._lazy_folder(name) for name in sorted(names)}
+        return {name: folder for name, folder in folders.items() if folder is not None}
+
     def _lazy_folder(self, name: str) -> Path | None:
         if name in self._hidden or "/" in name or not _NAME.fullmatch(name):
             return None
         if name == self.base_name or name.startswith(self.base_name + ":"):
             return None
         for root in self._roots:
-            if (root / name / "adapter_config.json").is_file():
-                try:
+            try:
+                if (root / name / "adapter_config.json").is_file():
                     return self._allowed_folder(str(root / name))
-                except (ForbiddenError, BadRequestError, NotFoundError):
-                    return None
+            except (OSError, ForbiddenError, BadRequestError, NotFoundError):
+                return None
         return None
 
 

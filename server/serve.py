@@ -10,11 +10,12 @@ second signal ends it at once.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -46,6 +47,7 @@ _START_ERRORS = (
     TextConfigError,
     EngineDeadError,
     APIError,
+    OSError,  # a cache or a temporary folder that cannot be written
 )
 
 
@@ -53,18 +55,22 @@ def run(settings: Settings) -> None:
     """Serve until a signal comes; ends the process: with 0 after a drain, 1 after a failure."""
     logs.configure(settings.log_level)
     settings = _with_demo(settings)
-    sys.exit(uvloop.run(_serve_with_engine(settings)))
+    uvloop.run(_serve_with_engine(settings))
 
 
-async def _serve_with_engine(settings: Settings) -> int:
-    return await serve(settings, EngineProcess(settings))
+async def _serve_with_engine(settings: Settings) -> NoReturn:
+    code = await serve(settings, EngineProcess(settings))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread that still fetches the model must not hold the process back
 
 
 async def serve(settings: Settings, engine: Engine) -> int:
     """As `run`, in a running event loop of the main thread; returns the exit code."""
     try:
         listener = _listen(settings.host, settings.port)
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: a name that no host can have
         logger.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
         return 1
     server = Server(settings, engine)

@@ -66,7 +66,7 @@ def render(template: str, variables: dict[str, Any], continue_final_message: boo
     TemplateError.
     """
     try:
-        text = _compile(template).render(**variables)
+        text = _compile(template).render(variables)
     except Exception as error:  # whatever a template can raise is the template's fault
         raise TemplateError(f"the chat template failed: {error}") from None
     return (
@@ -93,7 +93,7 @@ class TemplateRenderer:
         self, template: str, variables: dict[str, Any], continue_final_message: bool = False
     ) -> str:
         """As `render`; raises TemplateError also for a template that takes too long."""
-        request = orjson.dumps([template, variables, continue_final_message])
+        request = json.dumps([template, variables, continue_final_message]).encode()
         async with self._lock:
             try:
                 reply = orjson.loads(await asyncio.wait_for(self._ask(request), WALL_SECONDS))
@@ -109,7 +109,9 @@ class TemplateRenderer:
         return text
 
     async def _ask(self, request: bytes) -> bytes:
-        process = self._process or await self._start()
+        process = self._process
+        if process is None or process.returncode is not None:  # something else may have ended it
+            process = await self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(struct.pack("<Q", len(request)) + request)
@@ -144,7 +146,7 @@ def _serve_requests() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     while header := source.read(8):
-        template, variables, continue_final = orjson.loads(
+        template, variables, continue_final = json.loads(
             source.read(struct.unpack("<Q", header)[0])
         )
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process

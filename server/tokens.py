@@ -7,6 +7,8 @@ from pathlib import Path
 
 import tokenizers
 
+from lorakeet.server.text_config import TextConfigError
+
 _CONTEXT = 6  # tokens before a text that decide how it begins (spaces)
 _MAX_HELD = 16  # tokens after which bytes that make no character are shown as they are
 
@@ -15,10 +17,14 @@ class Tokenizer:
     """A model's `tokenizer.json`; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises TextConfigError when there is none that can be used."""
         file = folder / "tokenizer.json"
-        self._tokenizer = (
-            tokenizers.Tokenizer.from_file(str(file)) if file.exists() else _convert(folder)
-        )
+        try:
+            self._tokenizer = (
+                tokenizers.Tokenizer.from_file(str(file)) if file.exists() else _convert(folder)
+            )
+        except Exception as error:  # the library raises nothing more exact
+            raise TextConfigError(f"{folder} has no tokenizer that can be used: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         decoder = self._tokenizer.decoder

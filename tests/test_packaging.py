@@ -157,4 +157,4 @@ def canonical(distribution: str) -> str:
 
 def test_image_gets_all_that_is_packaged() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
-    assert kept == {*FOLDERS, ".package", "pyproject.toml", PROJECT["project"]["readme"]}
+    assert kept == {*FOLDERS, ".package", "pyproject.toml", "README.md", "LICENSE"}

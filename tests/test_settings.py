@@ -1,5 +1,6 @@
 """Settings: files, overrides, and errors that name the key."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def test_sizes(text: str, size: int) -> None:
         ("dtype", "int8"),
         ("port", 70000),
         ("no_such_setting", 1),
+        ("api_key", ""),
+        ("host", ""),
+        ("request_timeout", math.inf),
+        ("lora_memory", "9" * 400 + "T"),
     ],
 )
 def test_a_bad_setting_is_named(key: str, value: Any) -> None:
@@ -44,7 +49,11 @@ def test_a_bad_setting_is_named(key: str, value: Any) -> None:
         settings.load(**{key: value})
 
 
-@pytest.mark.parametrize("content", ["[1, 2]", "a: [", ": :"])
+@pytest.mark.parametrize(
+    "content",
+    ["[1, 2]", "a: [", ": :", "1: 2", "port: 2024-13-45", "port: " + "9" * 5000, "[" * 5000],
+    ids=range(7),
+)
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "s.yaml"
     file.write_text(content)

@@ -1,6 +1,5 @@
 """Adapters: vLLM's load and unload routes, and the same as a resource."""
 
-import asyncio
 from pathlib import Path
 
 from fastapi import Request
@@ -33,9 +32,9 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def list_adapters(request: Request) -> Response:
     server = server_of(request)
+    versions, on_disk = await server.registry.listing()
     states = _states(server)
-    loaded = [_loaded(version, states) for version in server.registry.versions()]
-    on_disk = await asyncio.to_thread(server.registry.on_disk)
+    loaded = [_loaded(version, states) for version in versions]
     data = loaded + [_on_disk(name, folder) for name, folder in on_disk.items()]
     return JSONResponse({"object": "list", "data": data})
 

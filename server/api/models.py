@@ -1,6 +1,6 @@
 """`GET /v1/models`: the base model first, then every adapter."""
 
-import asyncio
+from pathlib import Path
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -10,13 +10,10 @@ from lorakeet.server.state import Server, server_of
 
 async def list_models(request: Request) -> Response:
     server = server_of(request)
-    names = [version.name for version in server.registry.versions()]
-    on_disk = await asyncio.to_thread(server.registry.on_disk)
+    versions, on_disk = await server.registry.listing()
+    folders = {version.name: version.path for version in versions} | on_disk
     cards = [_base_card(server, server.base_name)]
-    cards += [_adapter_card(server, name, name) for name in names]
-    cards += [
-        _card(server, name, str(folder), server.base_name) for name, folder in on_disk.items()
-    ]
+    cards += [_adapter_card(server, name, folder) for name, folder in folders.items()]
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -26,15 +23,15 @@ async def get_model(request: Request) -> Response:
     adapter = server.registry.resolve(asked)
     if adapter is None:
         return JSONResponse(_base_card(server, asked))
-    return JSONResponse(_adapter_card(server, asked, adapter))
+    return JSONResponse(_adapter_card(server, asked, server.registry.path(adapter)))
 
 
 def _base_card(server: Server, name: str) -> dict[str, object]:
     return _card(server, name, server.settings.model or server.base_name, None)
 
 
-def _adapter_card(server: Server, name: str, adapter: str) -> dict[str, object]:
-    return _card(server, name, str(server.registry.path(adapter)), server.base_name)
+def _adapter_card(server: Server, name: str, folder: Path) -> dict[str, object]:
+    return _card(server, name, str(folder), server.base_name)
 
 
 def _card(server: Server, name: str, root: str, parent: str | None) -> dict[str, object]:

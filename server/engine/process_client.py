@@ -12,8 +12,14 @@ import zmq
 import zmq.asyncio
 
 from lorakeet.configs.settings import Settings
+<<<<<<< HEAD
 from lorakeet.server.engine.client import EngineBase
 from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
+=======
+from lorakeet.server.engine.client import EngineBase, EngineDeadError
+from lorakeet.server.engine.messages import Command, Event, Shutdown
+from lorakeet.server.engine.process import endpoints
+>>>>>>> main
 
 SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
 
@@ -37,13 +43,16 @@ class EngineProcess(EngineBase):
         # send never waits, not even for a peer that is not there yet or has died.
         self._commands = zmq.Context(self._context).socket(zmq.PUSH)
         self._commands.set_hwm(0)
-        self._commands.connect(commands)
         self._events = self._context.socket(zmq.PULL)
         self._events.set_hwm(0)
-        self._events.bind(events)
         try:
+            self._commands.connect(commands)
+            self._events.bind(events)
             await self._spawn(folder, model_folder)
             await self._wait_ready()
+        except zmq.ZMQError as error:  # the path of a socket has about 100 characters
+            await self.shutdown()
+            raise EngineDeadError(f"no sockets in {folder}: {error}") from None
         except BaseException:
             await self.shutdown()
             raise

@@ -128,6 +128,73 @@ def test_a_reset_connection(toy: ToyServer) -> None:
     assert len(toy.engine.aborted) == 1
 
 
+# --- clients that stand still ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"GET /hea",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b'content-length: 100\r\n\r\n{"model"',
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: 100\r\n\r\n",
+    ],
+    ids=["nothing", "head", "body", "second"],
+)
+def test_a_request_that_never_comes_whole(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch, part: bytes
+) -> None:
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", toy.port), timeout=10) as connection:
+        connection.sendall(part)
+        data = read_all(connection)
+    assert data.count(b"HTTP/1.1 408") == 1
+    assert b'"code":"request_timeout"' in data
+    toy.wait_idle()
+
+
+def test_the_time_to_send_a_request_is_not_the_time_to_answer_it(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.2)
+    data = read_all(connect(toy, max_tokens=60))
+    assert b"HTTP/1.1 200" in data
+    assert b'"finish_reason":"length"' in data
+
+
+def test_a_client_that_does_not_read_is_cut_off(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakeet.server.http.STALL_SECONDS", 0.3)
+    toy.engine.step_seconds = 0.0
+    toy.engine.max_running = 32
+    connection = connect(toy, stream=True, n=32, logprobs=0)  # more than all buffers hold
+    until(lambda: toy.engine.aborted)
+    toy.wait_idle()
+    connection.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_garbage_in_a_body(toy: ToyServer, begun: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the answer and behind it: the connection ends, nothing else."""
+    content_type = b"text/plain" if begun else b"application/json"  # the first is refused at once
+    with socket.create_connection(("127.0.0.1", toy.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: %b\r\n\r\n2\r\n{}\r\n" % content_type
+        )
+        data = connection.recv(65536) if begun else b""
+        connection.sendall(b"GARBAGE\r\n\r\n")
+        data += read_all(connection)
+    assert data.startswith(b"HTTP/1.1 415" if begun else b"HTTP/1.1 400")
+    assert data.count(b"HTTP/1.1") == 1
+    toy.wait_idle()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # --- too much -------------------------------------------------------------------------------------
 
 

@@ -407,6 +407,33 @@ def test_a_bad_folder_fails_only_its_own_requests(toy: ToyServer, root: Path) ->
     assert shift(toy, "lazy") == 6
 
 
+def test_lists_while_adapters_go(toy: ToyServer, root: Path) -> None:
+    """C06: a list is of one moment, however long its folders take to read."""
+    for number in range(200):
+        adapter_folder(root / f"f{number}", number)
+
+    def churn() -> None:
+        for _ in range(30):
+            assert load(toy, "f0", root / "f0").status_code == 200
+            assert unload(toy, "f0").status_code == 200
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        churning = pool.submit(churn)
+        while not churning.done():
+            for path in ("/v1/models", "/v1/adapters"):
+                response = toy.http.get(path)
+                assert response.status_code == 200, response.text
+                listed = [entry["id"] for entry in response.json()["data"]]
+                assert len(listed) == len(set(listed))
+        churning.result()
+
+
+def test_a_root_that_cannot_be_read_holds_nothing(toy_model: Path) -> None:
+    with toy_server(toy_model, adapter_dirs=(Path("/" + "x" * 5000),)) as toy:
+        assert names(toy) == []
+        assert shift(toy, "x") == -1
+
+
 def test_folders_that_are_not_served(toy: ToyServer, root: Path, tmp_path: Path) -> None:
     adapter_folder(tmp_path / "outside", 3)
     (root / "link").symlink_to(tmp_path / "outside")

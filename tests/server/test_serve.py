@@ -169,6 +169,24 @@ def test_a_signal_while_the_model_loads(toy_model: Path) -> None:
         assert server.end()[0] == 0
 
 
+def test_a_signal_while_the_model_is_fetched(tmp_path: Path) -> None:
+    """In a thread that nothing can interrupt: here it waits for somebody to write to a FIFO."""
+    os.mkfifo(tmp_path / "model.gguf")
+    script = "import sys; from lorakeet.configs.settings import Settings as S;"
+    script += "from lorakeet.server.serve import run; run(S(model=sys.argv[1], port=0))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    ) as popen:
+        assert popen.stderr is not None
+        assert "listening" in popen.stderr.readline()
+        time.sleep(0.5)
+        popen.terminate()
+        try:
+            assert popen.wait(timeout=20) == 0
+        finally:
+            popen.kill()
+
+
 def test_a_signal_while_an_adapter_loads(toy_model: Path, tmp_path: Path) -> None:
     adapters = {"x": str(tmp_path)}
     with process(toy_model, {"loads_open": False}, adapters=adapters) as server:
@@ -189,12 +207,18 @@ def test_the_engine_dies(toy_model: Path) -> None:
         assert code == 1, log
 
 
-@pytest.mark.parametrize("fault", ["model", "adapter", "port"])
+@pytest.mark.parametrize("fault", ["model", "tokenizer", "adapter", "port", "host"])
 def test_what_keeps_it_from_starting(toy_model: Path, tmp_path: Path, fault: str) -> None:
     with contextlib.ExitStack() as stack:
         settings: dict[str, Any] = {}
         if fault == "model":
             settings["model"] = str(tmp_path / "missing")
+        if fault == "tokenizer":
+            settings["model"] = str(tmp_path)
+            (tmp_path / "config.json").write_text("{}")
+            (tmp_path / "tokenizer.json").write_text("{}")
+        if fault == "host":
+            settings["host"] = "ü" * 70
         if fault == "adapter":
             settings["adapters"] = {"x": str(tmp_path)}
         if fault == "port":

@@ -124,6 +124,32 @@ def test_a_cancelled_rendering_does_not_answer_the_next_question() -> None:
     asyncio.run(run())
 
 
+def test_a_renderer_that_was_killed_starts_again() -> None:
+    """By the kernel, for want of memory: the next question is not to blame."""
+
+    async def run() -> None:
+        renderer = TemplateRenderer()
+        assert await renderer.render("a", {}) == "a"
+        process = renderer._process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        assert await renderer.render("b", {}) == "b"
+        await renderer.close()
+
+    asyncio.run(run())
+
+
+def test_variables_of_any_name_and_size() -> None:
+    async def run() -> str:
+        renderer = TemplateRenderer()
+        text = await renderer.render("{{ self_ }}{{ n }}", {"self": 1, "self_": 2, "n": 10**30})
+        await renderer.close()
+        return text
+
+    assert asyncio.run(run()) == "2" + "1" + "0" * 30
+
+
 # --- folders --------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers
 
+from lorakeet.server.text_config import TextConfigError
 from lorakeet.server.tokens import Detokenizer, OutputText, StopStrings, Tokenizer
 from support.models import BOS_ID, TOKENIZER_SIZE, VOCAB_SIZE
 
@@ -74,6 +75,14 @@ def test_broken_bytes_are_shown_in_bounded_time(byte_level: Tokenizer) -> None:
 def test_tokens_without_text_keep_the_context(byte_level: Tokenizer) -> None:
     pieces = stream(byte_level, [BOS_ID], [BOS_ID, VOCAB_SIZE - 1] * 30 + byte_level.encode("é"))
     assert "".join(pieces) == "é"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"null", b"\xff", None])
+def test_a_bad_tokenizer_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(TextConfigError, match=tmp_path.name):
+        Tokenizer(tmp_path)
 
 
 def test_a_leading_space_depends_on_the_prompt(sentencepiece: Tokenizer) -> None:

@@ -223,6 +223,9 @@ def test_prompts(toy: ToyServer, prompt: Any) -> None:
         (COMPLETIONS, {"prompt": [40] * 2049}, "prompt"),
         (COMPLETIONS, {"prompt": [40] * 2048, "max_tokens": None}, "prompt"),
         (COMPLETIONS, {"prompt": [40] * 2047}, "max_tokens"),
+        (COMPLETIONS, {"max_tokens": None, "min_tokens": 17}, "min_tokens"),
+        (CHAT, {"max_tokens": None, "min_tokens": 2048}, "min_tokens"),
+        (CHAT, {"max_tokens": None, "min_tokens": 10**30}, "min_tokens"),
         (
             CHAT,
             {"continue_final_message": True, "add_generation_prompt": True},
@@ -285,6 +288,10 @@ def test_unknown_models(toy: ToyServer, model: Any, status: int, stream: bool) -
         assert error["param"] == "model"
         if status == 404:
             assert error["code"] == "model_not_found"
+
+
+def test_a_long_name_does_not_come_back_whole(toy: ToyServer) -> None:
+    assert len(refused(toy, CHAT, {"model": "x" * 10**6}, 404)["message"]) < 500
 
 
 def test_a_missing_model(toy: ToyServer) -> None:

@@ -193,3 +193,18 @@ def test_the_engine_dies_with_its_parent(model: Path) -> None:
     finally:
         parent.kill()
         parent.communicate()
+
+
+def test_a_folder_that_is_too_deep_for_sockets(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+
+    async def test() -> None:
+        with pytest.raises(EngineDeadError, match="no sockets in"):
+            await EngineProcess(cpu_settings(model)).start(model)
+        assert not list(deep.iterdir())
+
+    run(test)
