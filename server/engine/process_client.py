@@ -12,14 +12,8 @@ import zmq
 import zmq.asyncio
 
 from lorakeet.configs.settings import Settings
-<<<<<<< HEAD
-from lorakeet.server.engine.client import EngineBase
-from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
-=======
 from lorakeet.server.engine.client import EngineBase, EngineDeadError
-from lorakeet.server.engine.messages import Command, Event, Shutdown
-from lorakeet.server.engine.process import endpoints
->>>>>>> main
+from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
 
 SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
 
