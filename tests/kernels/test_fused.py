@@ -28,10 +28,13 @@ def delta_of(case: LoRACase) -> Delta:
     return Delta(h, case.b, *case.block_args)
 
 
-def close(found: Tensor, exact: Tensor) -> None:
-    """Within a rounding or two of what the output can hold."""
+def close(found: Tensor, exact: Tensor, factor: float = 1.0) -> None:
+    """Within a rounding or two of what the output can hold.
+
+    `factor`: what an intermediate value, itself rounded once, is multiplied by.
+    """
     eps = torch.finfo(found.dtype).eps
-    rtol, atol = (2e-5, 4e-5) if found.dtype == torch.float32 else (2 * eps, 2 * eps)
+    rtol, atol = (2e-5, 4e-5) if found.dtype == torch.float32 else (2 * eps, 2 * eps * factor)
     torch.testing.assert_close(found.double(), exact.double(), rtol=rtol, atol=atol)
 
 
@@ -82,7 +85,8 @@ class TestSiluMul:
 
     def check(self, case: LoRACase, delta: Delta | None) -> None:
         found = activation.silu_mul(case.y, delta)
-        close(found, reference.silu_mul(case.y, delta, torch.float64))
+        factor = max(1.0, float(case.y.abs().max()))  # gate and up, each with its rounded delta
+        close(found, reference.silu_mul(case.y, delta, torch.float64), factor)
 
 
 class TestRotateAndWrite:
