@@ -94,10 +94,10 @@ async def serve(settings: Settings, engine: Engine) -> int:
     try:
         return await _live(server, signals, url)
     finally:
+        await engine.shutdown()  # what still waits for it is answered before the web server goes
         web.should_exit = True
         await serving
         await server.close()
-        await engine.shutdown()
         signals.close()
 
 

@@ -6,6 +6,7 @@ Whatever happens, no process is left, and the exit code tells what it was.
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -146,6 +147,27 @@ def test_a_killed_engine_is_an_error_for_all(tmp_path: Path, model: Path) -> Non
         assert waiting.result().status_code == 503
         assert server.wait_exit() == 1
     assert "SIGKILL" in server.log
+
+
+@pytest.mark.parametrize(("end", "code"), [("kill", 1), ("signal", 0)])
+def test_a_load_that_cannot_end_is_an_error(
+    tmp_path: Path, model: Path, root: Path, adapters: dict[str, Path], end: str, code: int
+) -> None:
+    with (
+        started(tmp_path, model, "--adapter-dir", str(root)) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        server.wait_ready()
+        server.engine.suspend()
+        loading = threads.submit(server.load, "red", adapters["red"])
+        time.sleep(0.5)  # it is on its way
+        if end == "kill":
+            server.engine.kill()
+        else:
+            server.terminate()
+        assert loading.result().status_code == 503
+        assert server.wait_exit() == code
+    assert "Traceback" not in server.log
 
 
 def test_a_killed_server_takes_its_engine_along(tmp_path: Path, model: Path) -> None:

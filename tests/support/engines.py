@@ -24,7 +24,7 @@ from support.adapters import make_adapter
 
 def cpu_settings(model: Path, **values: Any) -> Settings:
     """Small limits, so that chunks, slots and blocks run short in tests."""
-    small = {
+    small: dict[str, Any] = {
         "device": "cpu",
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
