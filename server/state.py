@@ -88,6 +88,14 @@ class Server:
         finally:
             self._reserved -= num_choices
 
+    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises BadRequestError for a text that is too long to take the time to encode it."""
+        limit = self.engine.info.max_model_len
+        if await asyncio.to_thread(self.tokenizer.exceeds, text, limit):
+            message = f"{param} has more tokens than the {limit} of the model's context"
+            raise BadRequestError(message, param=param, code="context_length_exceeded")
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
     def text_config(self, version: Version | None) -> TextConfig:
         return self.registry.base_text if version is None else version.text
 

@@ -10,6 +10,9 @@ import tokenizers
 from lorakeet.server.text_config import TextConfigError
 
 _CONTEXT = 6  # tokens before a text that decide how it begins (spaces)
+_LONG_TOKEN = 8  # characters; more than the mean of nearly all texts
+_PIECE = 2**16  # characters
+_CUT = 64  # more tokens than a cut through a text can add
 _MAX_HELD = 16  # tokens after which bytes that make no character are shown as they are
 
 
@@ -33,7 +36,23 @@ class Tokenizer:
         self.token_bytes = functools.lru_cache(maxsize=2**17)(self._token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would hold all other threads up, for many seconds if the text is long
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether the text surely has more than `limit` tokens, found out from a part of it.
+
+        False for every text that is not very long for so many tokens: it can just be encoded.
+        """
+        if len(text) <= _LONG_TOKEN * limit:
+            return False
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self.encode(text[start : start + _PIECE], False)) - _CUT
+            if count > limit:
+                return True
+        return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

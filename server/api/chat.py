@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-import asyncio
 import time
 import uuid
 
@@ -98,7 +97,7 @@ async def chat_tokens(
     except TemplateError as error:
         message = str(error)
         raise BadRequestError(message, param="messages", code="chat_template_error") from None
-    return await asyncio.to_thread(server.tokenizer.encode, rendered, add_special_tokens)
+    return await server.encode(rendered, "messages", add_special_tokens)
 
 
 class ChatFormat:

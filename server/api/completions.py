@@ -1,6 +1,5 @@
 """`POST /v1/completions`."""
 
-import asyncio
 import time
 import uuid
 
@@ -61,7 +60,7 @@ def _split_prompt(body: CompletionRequest) -> list[str | list[int]]:
 async def _make_prompt(server: Server, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
     info = server.engine.info
     if isinstance(prompt, str):
-        token_ids = await asyncio.to_thread(server.tokenizer.encode, prompt)
+        token_ids = await server.encode(prompt, "prompt")
         return Prompt(token_ids, prompt, admission.max_tokens(body, len(token_ids), info))
     admission.check_token_ids(prompt, info.vocab_size, "prompt")
     return Prompt(prompt, None, admission.max_tokens(body, len(prompt), info))

@@ -38,9 +38,7 @@ async def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
         for name in _CHAT_FIELDS:
             if getattr(body, name) is not None:
                 raise BadRequestError(f"{name} needs messages", param=name)
-        return await asyncio.to_thread(
-            server.tokenizer.encode, body.prompt, True if special is None else special
-        )
+        return await server.encode(body.prompt, "prompt", True if special is None else special)
     assert body.messages is not None
     async with server.registry.lease(adapter) as version:
         return await chat_tokens(

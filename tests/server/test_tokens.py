@@ -1,12 +1,14 @@
 """Detokenizer, stop strings and their combination, against the whole text decoded at once."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lorakeet.server.text_config import TextConfigError
 from lorakeet.server.tokens import Detokenizer, OutputText, StopStrings, Tokenizer
@@ -83,6 +85,33 @@ def test_a_bad_tokenizer_is_named(tmp_path: Path, content: bytes | None) -> None
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(TextConfigError, match=tmp_path.name):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["x", "the dog ", "🙂", "the", "\n"])
+def test_long_texts_are_measured_by_a_part(byte_level: Tokenizer, word: str) -> None:
+    num_tokens = len(byte_level.encode(word * 1000))
+    assert byte_level.exceeds(word * 200_000, 10_000)
+    assert not byte_level.exceeds(word * 1000, num_tokens)
+    assert not byte_level.exceeds(word * 1000, num_tokens // 2)  # not worth the trouble
+
+
+def test_a_text_of_long_tokens_is_not_too_long(tmp_path: Path) -> None:
+    raw = RawTokenizer(models.WordLevel({"?": 0, "x" * 99: 1}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert not tokenizer.exceeds(("x" * 99 + " ") * 5000, 5000)
+    assert tokenizer.exceeds(("x" * 99 + " ") * 5000, 2000)
+
+
+def test_other_threads_run_while_a_text_is_encoded(byte_level: Tokenizer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(byte_level.encode, "a" * 2_000_000)
+        ticks = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            ticks += 1
+    assert ticks > 20  # one or two if it held the interpreter
 
 
 def test_a_leading_space_depends_on_the_prompt(sentencepiece: Tokenizer) -> None:

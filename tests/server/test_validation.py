@@ -223,6 +223,8 @@ def test_prompts(toy: ToyServer, prompt: Any) -> None:
         (COMPLETIONS, {"prompt": [40] * 2049}, "prompt"),
         (COMPLETIONS, {"prompt": [40] * 2048, "max_tokens": None}, "prompt"),
         (COMPLETIONS, {"prompt": [40] * 2047}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "x" * 10**6}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
         (COMPLETIONS, {"max_tokens": None, "min_tokens": 17}, "min_tokens"),
         (CHAT, {"max_tokens": None, "min_tokens": 2048}, "min_tokens"),
         (CHAT, {"max_tokens": None, "min_tokens": 10**30}, "min_tokens"),
