@@ -92,7 +92,7 @@ class Server:
         """Raises BadRequestError for a text that is too long to take the time to encode it."""
         limit = self.engine.info.max_model_len
         if await asyncio.to_thread(self.tokenizer.exceeds, text, limit):
-            message = f"{param} has more tokens than the {limit} of the model's context"
+            message = f"The prompt has more than the {limit} tokens of the model's context"
             raise BadRequestError(message, param=param, code="context_length_exceeded")
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
 
