@@ -103,6 +103,10 @@ class Registry:
             raise ModelNotFoundError(name)
         return folder
 
+    def is_loading(self, name: str) -> bool:
+        """A first request has asked for it, and its files are being read."""
+        return name in self._lazy_loads
+
     def versions(self) -> list[Version]:
         return list(self._versions.values())
 
@@ -159,11 +163,16 @@ class Registry:
 
     async def load_at_start(self) -> None:
         """Load `settings.adapters`, wherever they lie. Raises APIError for the first bad one."""
-        for name, path in self._settings.adapters.items():
+        adapters = self._settings.adapters
+        for name in adapters:
             self._check_name(name)
-            self._versions[name] = await self._read(
-                name, Path(os.path.realpath(path)), False, param=name
+        versions = await asyncio.gather(
+            *(
+                self._read(name, Path(os.path.realpath(path)), pinned=False, param=name)
+                for name, path in adapters.items()
             )
+        )
+        self._versions.update(zip(adapters, versions, strict=True))
 
     async def load(
         self, name: str, path: str, load_inplace: bool = False, pinned: bool = False

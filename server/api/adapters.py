@@ -35,7 +35,7 @@ async def list_adapters(request: Request) -> Response:
     versions, on_disk = await server.registry.listing()
     states = _states(server)
     loaded = [_loaded(version, states) for version in versions]
-    data = loaded + [_on_disk(name, folder) for name, folder in on_disk.items()]
+    data = loaded + [_on_disk(server, name, folder) for name, folder in on_disk.items()]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -52,7 +52,7 @@ async def get_adapter(request: Request) -> Response:
     if not server.registry.knows(name):
         message = f"The adapter {name!r} does not exist"
         raise NotFoundError(message, code="adapter_not_found")
-    return JSONResponse(_on_disk(name, server.registry.path(name)))
+    return JSONResponse(_on_disk(server, name, server.registry.path(name)))
 
 
 async def delete_adapter(request: Request) -> Response:
@@ -89,13 +89,13 @@ def _loaded(version: Version, states: dict[int, AdapterState]) -> dict[str, obje
     }
 
 
-def _on_disk(name: str, folder: Path) -> dict[str, object]:
+def _on_disk(server: Server, name: str, folder: Path) -> dict[str, object]:
     return {
         "id": name,
         "object": "adapter",
         "created": None,
         "path": str(folder),
-        "state": "unloaded",
+        "state": "loading" if server.registry.is_loading(name) else "unloaded",
         "tier": "disk",
         "rank": None,
         "modules": None,

@@ -350,6 +350,7 @@ def test_folders_of_a_root_are_loaded_at_their_first_request(toy: ToyServer, roo
     assert names(toy) == ["lazy"]
     entry = toy.http.get("/v1/adapters/lazy").json()
     assert (entry["tier"], entry["rank"], entry["path"]) == ("disk", None, str(root / "lazy"))
+    assert entry["state"] == "unloaded"
     assert not toy.engine.adapters
     assert shift(toy, "lazy") == shift(toy, "base:lazy") == 6
     assert toy.engine.num_reads == 1
@@ -364,6 +365,7 @@ def test_waiters_share_one_load_and_others_run_on(toy: ToyServer, root: Path) ->
         assert shift(toy, "base") == 0
         assert toy.http.get("/health").status_code == 200
         assert not any(future.done() for future in waiting)
+        assert toy.http.get("/v1/adapters/lazy").json()["state"] == "loading"
         toy.engine.loads_open = True
         assert {future.result() for future in waiting} == {6}
     assert toy.engine.num_reads == 1
