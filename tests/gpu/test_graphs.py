@@ -13,10 +13,7 @@ from support.adapters import make_adapter, peft_greedy
 from support.engines import StepEngine
 from support.models import tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 MAX_SEQS = 20
 

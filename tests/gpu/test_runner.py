@@ -9,10 +9,7 @@ from support.adapters import make_adapter, peft_greedy, peft_logprobs
 from support.engines import StepEngine
 from support.models import tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

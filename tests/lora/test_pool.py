@@ -187,7 +187,6 @@ def test_every_slot_is_its_own_adapter_after_any_history(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     """A pass launched before the write still reads the rows' earlier tenant."""
     pool = poisoned_pool(3, 6, device="cuda")

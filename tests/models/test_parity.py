@@ -99,7 +99,6 @@ def test_with_the_kernels(folders: Path, kind: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_cuda(folders: Path, kind: str) -> None:
     folder, _, expected = made(folders, kind)

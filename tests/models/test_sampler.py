@@ -382,7 +382,6 @@ def test_a_broken_row_fails_alone(temperature: float, fault: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda_as_on_the_cpu_without_a_sync() -> None:
     vocab = 50021
     rows = [replace(row, seed=place) for place, row in enumerate(MIXED * 20)]
