@@ -4,8 +4,6 @@
 import math
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.paged_decode import paged_decode
@@ -75,54 +73,3 @@ def paged_attention(
             out,
         )
     return out
-
-
-@triton.jit
-def _write_kernel(  # type: ignore[no-untyped-def]
-    k,
-    v,
-    k_cache,
-    v_cache,
-    kv_slots,
-    k_stride,
-    v_stride,
-    k_slot_stride,
-    v_slot_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(kv_slots + token)
-    if slot < 0:
-        return
-    n = tl.arange(0, BLOCK)
-    mask = n < WIDTH
-    tl.store(k_cache + slot * k_slot_stride + n, tl.load(k + token * k_stride + n, mask), mask)
-    tl.store(v_cache + slot * v_slot_stride + n, tl.load(v + token * v_stride + n, mask), mask)
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
-    """Copy keys and values to their places in the cache, which is contiguous.
-
-    k, v: (T, kv_heads, head_dim), the heads of a token adjacent; k_cache, v_cache: (num_blocks,
-    block_size, kv_heads, head_dim); kv_slots: (T,) int64, block · block_size + offset. A negative
-    slot marks a padding row: nothing is written.
-    """
-    _, num_kv_heads, head_dim = k.shape
-    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
-    assert k_cache.is_contiguous()
-    assert v_cache.is_contiguous()
-    width = num_kv_heads * head_dim
-    _write_kernel[(k.shape[0],)](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        kv_slots,
-        k.stride(0),
-        v.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(1),
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-    )

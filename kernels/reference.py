@@ -182,12 +182,6 @@ def rotate_heads(
     return q, k, v
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, kv_slots: Tensor) -> None:
-    written = kv_slots >= 0
-    k_cache.flatten(0, 1)[kv_slots[written]] = k[written]
-    v_cache.flatten(0, 1)[kv_slots[written]] = v[written]
-
-
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.kernels import paged_decode, paged_prefill, reference
-from lorakeet.kernels.paged_attention import paged_attention, write_kv
+from lorakeet.kernels.paged_attention import paged_attention
 from support.paged_cases import PagedCase, paged_case
 
 # of rows and heads that only fill up a tile: numpy warns of what a GPU passes over
@@ -162,21 +162,3 @@ def test_window_below_one_is_refused() -> None:
     case = paged_case([(1, 3)])
     with pytest.raises(ValueError, match="sliding_window"):
         paged_attention(*case.args, 0.25, 0)
-
-
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 16), (1, 5), (3, 12)])
-def test_write_kv(kv_heads: int, head_dim: int, device: str, dtype: torch.dtype) -> None:
-    """Rows go where they are told; padding rows and all other places stay as they are."""
-    slots = torch.tensor([13, 0, -1, 6, 19, -1], device=device)
-    width = kv_heads * head_dim
-    wide = torch.randn(6, 2 * width + 3, device=device).to(dtype)
-    k = wide[:, :width].view(6, kv_heads, head_dim)
-    v = wide[:, width : 2 * width].view(6, kv_heads, head_dim)
-    cache = torch.randn(2, 5, 4, kv_heads, head_dim, device=device).to(dtype)
-    actual, expected = cache.clone(), cache.clone()
-    write_kv(k, v, actual[0], actual[1], slots)
-    reference.write_kv(k, v, expected[0], expected[1], slots)
-    assert torch.equal(actual, expected)
-    assert torch.equal(actual[0].flatten(0, 1)[13], k[0])
-    changed = (actual != cache).flatten(3).any(-1).flatten(1).sum(1)
-    assert changed.tolist() == [4, 4]
