@@ -21,10 +21,11 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     if [ "$ACCELERATOR" = cpu ]; then set -- --index-url "$CPU_TORCH_INDEX"; fi; \
     pip install "$@" "$(grep '^torch' /requirements.txt)" && pip install -r /requirements.txt
 
-FROM base AS package
+# The package alone, under the paths it is to have: the last and smallest layer of the image.
+FROM environment AS package
 WORKDIR /src
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/pip pip wheel --no-deps --wheel-dir /dist .
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --root /installed .
 
 FROM base
 ARG ACCELERATOR=cuda
@@ -35,12 +36,11 @@ RUN if [ "$ACCELERATOR" = cuda ]; then compiler='gcc libc6-dev'; fi; \
     rm -rf /var/lib/apt/lists/*
 # Any user may write to the cache: `docker run --user` works.
 RUN useradd --create-home --uid 10001 lorakeet && install -d -o lorakeet -m 1777 /cache
-COPY --from=environment /opt/lorakeet /opt/lorakeet
 ENV PATH=/opt/lorakeet/bin:$PATH \
     LORAKEET_CACHE=/cache HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-RUN --mount=type=bind,from=package,source=/dist,target=/dist \
-    pip install --no-cache-dir --no-deps /dist/*.whl && pip check
+COPY --from=environment /opt/lorakeet /opt/lorakeet
+COPY --from=package /installed /
 USER lorakeet
 WORKDIR /home/lorakeet
 VOLUME /cache
