@@ -18,6 +18,8 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
+from lorakeet.server.engine.loop import STATS_INTERVAL
+
 START_SECONDS = 120  # generous: it is no test of speed
 _COMMAND = (sys.executable, "-P", "-c", "from lorakeet.server.cli import main; main()", "serve")
 _LISTENING = re.compile(r"listening on (http://[0-9.]+:\d+)")
@@ -103,9 +105,13 @@ class ServerProcess:
     def num_waiting(self) -> int:
         return int(self.metric("lorakeet:num_requests_waiting"))
 
+    def wait_report(self) -> None:
+        """Until the engine has reported again what it does."""
+        time.sleep(2 * STATS_INTERVAL)
+
     def wait_idle(self) -> None:
         """No request runs or waits, and no KV block is held."""
-        time.sleep(0.3)  # longer than between two reports of the engine: none from before counts
+        self.wait_report()
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         wait_until(lambda: not any(self.metric(f"lorakeet:{name}") for name in names), "idle")
 
@@ -134,7 +140,8 @@ class ServerProcess:
         body = {"model": model, "prompt": prompt, "stream": True, **GREEDY, **fields}
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            yield Events(response)
+            events = Events(response)  # kept: httpx closes a connection whose lines nobody holds
+            yield events
 
     def load(self, name: str, path: Path, **fields: Any) -> httpx.Response:
         body = {"lora_name": name, "lora_path": str(path), **fields}
