@@ -223,7 +223,8 @@ def _write_weights(
     kept = {_name(name): tensor for name, tensor in tensors.items() if name != _ROPE_FREQS}
     header = json.dumps(_header(kept.items())).encode()
     header += b" " * (-len(header) % 8)  # tensors start aligned
-    with path.open("wb") as file, tqdm(total=len(kept), desc=title, unit=" tensors") as bar:
+    progress = tqdm(total=len(kept), desc=title, unit=" tensors", disable=None)
+    with path.open("wb") as file, progress as bar:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in kept.items():
             file.write(np.ascontiguousarray(_values(name, tensor, config), dtype="<f4").data)

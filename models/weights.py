@@ -87,7 +87,12 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
     tied_head: Path | None = None
     total = sum(view.nbytes for view in missing.values())
     with tqdm(
-        total=total, desc="Loading weights", unit="B", unit_scale=True, delay=_PROGRESS_AFTER
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=_PROGRESS_AFTER,
+        disable=None,  # where nobody watches
     ) as progress:
         for file in files:
             for name in _tensor_names(file):

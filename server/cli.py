@@ -202,7 +202,7 @@ def check(
     try:
         specs = group_specs(load_config(model_folder(model)))
         description = describe(path, specs, max_rank=rank)
-    except (ModelNotFoundError, UnsupportedModelError, DemoModelError) as error:
+    except (ModelNotFoundError, UnsupportedModelError, DemoModelError, OSError) as error:
         _fail(str(error))
     except AdapterError as error:
         typer.secho(f"{path} would not load: {error}", fg="red", err=True)

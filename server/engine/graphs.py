@@ -137,7 +137,9 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_all(self) -> None:
         """The largest first: the others fit into the memory that it took."""
-        with tqdm(total=2 * len(self.sizes), desc="Capturing CUDA graphs", unit="graph") as bar:
+        with tqdm(
+            total=2 * len(self.sizes), desc="Capturing CUDA graphs", unit="graph", disable=None
+        ) as bar:
             for size in reversed(self.sizes):
                 for with_lora in (True, False):
                     self._capture(size, with_lora)

@@ -100,3 +100,15 @@ def test_adapters_check(tmp_path: Path) -> None:
     code, text = call("adapters", "check", str(adapter), "--model", str(tmp_path / "none"))
     assert code == 2
     assert "There is no file or folder" in text
+
+
+def test_adapters_check_without_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache that cannot be made is one line that names it, not a traceback."""
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("LORAKEET_CACHE", str(file / "cache"))
+    code, text = call("adapters", "check", str(tmp_path))
+    assert code == 2
+    assert text.startswith("lorakeet: ")
+    assert str(file) in text
+    assert len(text.splitlines()) == 1
