@@ -1,7 +1,7 @@
 """Decode step time over its floor: Llama-3.1-8B's shape, bf16, one GPU, no scheduler around it.
 
     python benchmarks/decode_step.py [--points 64:0,64:8] [--json FILE] [--profile 64:64]
-    python benchmarks/decode_step.py --smoke      (tiny, on the CPU in Triton's interpreter)
+    TRITON_INTERPRET=1 python benchmarks/decode_step.py --smoke      (tiny, on the CPU)
 
 A point is batch:distinct adapters, of rank 16 on all seven projections; 64:mixed has as many
 adapters as rows, of ranks 8 and 64. The model's pass, the logits and argmax are captured in a
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from shapes import LLAMA_8B
 from torch import Tensor
 
 from lorakeet.kernels.segments import Segments, build_segments, most_segments
@@ -33,22 +34,6 @@ from lorakeet.models.kv_cache import allocate_kv_cache
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.ops import TritonOps
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 TINY = LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 96,
