@@ -116,4 +116,5 @@ def load(config_file: Path | None = None, **overrides: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise SettingsError(f"{name}: {first['msg']}") from None
+        unknown = first["type"] == "extra_forbidden"
+        raise SettingsError(f"{name}: {'unknown setting' if unknown else first['msg']}") from None

@@ -57,7 +57,7 @@ def read_adapter(
     check_rank(found, max_rank)
     check_fit(found, specs)
     check_base_copies(found, base_weights)
-    _warn_of_other_base(config, base_model)
+    _warn_of_other_base(folder, config, base_model)
     adapter = pack(found, specs, dtype, pin_memory=pin_memory)
     on_stage("check", time.monotonic() - read)
     return adapter
@@ -146,12 +146,13 @@ def _reason(error: Exception) -> str:
     return first_line[:120] or type(error).__name__
 
 
-def _warn_of_other_base(config: PeftConfig, base_model: str | None) -> None:
+def _warn_of_other_base(folder: Path, config: PeftConfig, base_model: str | None) -> None:
     """By the last part of the names: the same model may lie in a folder here, on a hub there."""
     trained_on = config.base_model_name_or_path
     if trained_on and base_model and _last_part(trained_on) != _last_part(base_model):
         _log.warning(
-            "the adapter was trained on %s, the model served is %s",
+            "the adapter in %s was trained on %s, the model served is %s",
+            folder,
             shorten(trained_on),
             shorten(base_model),
         )

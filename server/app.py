@@ -178,8 +178,9 @@ def _response(error: APIError) -> Response:
     )
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
+    request.scope.setdefault("lorakeet.log", {}).setdefault("outcome", error.code)
     return _response(error)
 
 

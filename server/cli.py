@@ -1,5 +1,6 @@
 """The `lorakeet` command."""
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,6 +20,22 @@ app = typer.Typer(
 )
 adapters_app = typer.Typer(help="Work with adapter files.", no_args_is_help=True)
 app.add_typer(adapters_app, name="adapters")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lorakeet {importlib.metadata.version('lorakeet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 def _setting(name: str, *flags: str, **extra: Any) -> Any:
@@ -187,8 +204,9 @@ def check(
     ] = None,
     max_lora_rank: Annotated[int | None, _setting("max_lora_rank")] = None,
 ) -> None:
-    """Would this adapter load? Prints what it holds, or why not (and exits with 1).
+    """Would this adapter load?
 
+    Prints what it holds, or why it would not load, and then exits with 1.
     Without --model it is checked against the demo model.
     """
     from lorakeet.lora.adapter import AdapterError

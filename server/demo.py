@@ -66,7 +66,8 @@ def usage_lines(
     key = "os.environ['LORAKEET_API_KEY']" if needs_key else "'none'"
     yield "Ask the base model, and each adapter, the same thing:"
     for name in names:
-        body = {"model": name, "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
+        messages = [{"role": "user", "content": _PROMPT}]
+        body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": 64}
         yield (
             f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\\n"
             f"    -d {shlex.quote(json.dumps(body))}"

@@ -90,15 +90,18 @@ async def serve(settings: Settings, engine: Engine) -> int:
     signals = _Signals()
     serving = asyncio.create_task(web.serve([listener]))
     url = _url(settings.host, listener.getsockname()[1])
-    logger.info("listening on %s", url)
+    logger.info("listening on %s; loading the model", url)
     try:
-        return await _live(server, signals, url)
+        code = await _live(server, signals, url)
     finally:
         await engine.shutdown()  # what still waits for it is answered before the web server goes
         web.should_exit = True
         await serving
         await server.close()
         signals.close()
+    if code == 0:
+        logger.info("stopped")
+    return code
 
 
 async def _live(server: Server, signals: "_Signals", url: str) -> int:
@@ -115,13 +118,13 @@ async def _live(server: Server, signals: "_Signals", url: str) -> int:
         return 1
     info, adapters = server.engine.info, server.registry.versions()
     place = f"{info.device}, {info.dtype}"
-    logger.info("ready: %s on %s with %d adapters", server.base_name, place, len(adapters))
+    logger.info("ready: %s on %s with %d adapters loaded", server.base_name, place, len(adapters))
     if server.settings.model is None:
         _print_usage(server, url)
 
     await _first_of(signals.first.wait(), _done(server.finished))
     if server.phase != "dead":
-        logger.info("draining")
+        logger.info("draining %d requests; a second signal ends them", server.running)
         server.drain()
         limit = asyncio.sleep(server.settings.drain_timeout)
         await _first_of(server.drained(), limit, signals.second.wait(), _done(server.finished))

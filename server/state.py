@@ -36,7 +36,7 @@ class Server:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self.engine = engine
-        self.base_name = settings.served_model_name or settings.model or "demo"
+        self.base_name = settings.served_model_name or (settings.model or "demo").rstrip("/")
         self.metrics = Metrics(self.base_name)
         self.registry = Registry(settings, self.base_name, engine, self.metrics)
         self.phase: Phase = "loading"

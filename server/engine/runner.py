@@ -136,7 +136,7 @@ class Runner:
         if self.device.type == "cuda":
             self.capture_graphs()
         for part, num_bytes in self.memory_by_part().items():
-            logger.info("memory: %s %.2f GiB", part, num_bytes / 2**30)
+            logger.info("memory: %s %.2f GiB", part.replace("_", " "), num_bytes / 2**30)
 
     @property
     def depth(self) -> int:
