@@ -1,41 +1,41 @@
 # mypy: allow-untyped-decorators
-"""SiLU(gate) · up, with the deltas of each row's adapter in gate and up."""
+"""SiLU(gate) · up; in large passes with the deltas of each token's adapter in gate and up."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.delta import (
-    ROWS,
+from lorakeet.kernels.partial import load_sum, parts_of
+from lorakeet.kernels.token_tiles import (
+    TOKENS,
+    Delta,
+    add_expanded,
     delta_args,
-    expand_tile,
-    rank_block,
-    read_ranks,
-    read_segment,
+    read_tile,
+    scale_base,
 )
-from lorakeet.kernels.segments import Delta
 
 _COLUMNS = 1024  # outputs of a program without deltas
-_BLOCK = 64  # outputs that a program with deltas works out at a time
-_MOST_BLOCKS = 4  # of these in a program, where that leaves enough programs to fill a GPU
-_PROGRAMS = 2048
+_DELTA_COLUMNS = 128  # outputs of a program with deltas
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, y_stride, size, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up, out, part_stride, y_stride, size, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = n < size
     row = gate_up + token * y_stride + n
-    gate = tl.load(row, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row + size, mask=mask, other=0.0).to(tl.float32)
+    gate = load_sum(row, part_stride, mask, PARTS)
+    up = load_sum(row + size, part_stride, mask, PARTS)
     result = gate * tl.sigmoid(gate) * up
     tl.store(out + token * size + n, result.to(out.dtype.element_ty), mask=mask)
 
 
 # sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_positions"])
+@triton.jit(do_not_specialize=["num_tokens", "h_slice_stride"])
 def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
@@ -43,148 +43,85 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     size,
     h,
     b,
-    permutation,
-    starts,
-    lengths,
-    weight_indices,
-    scalings,
-    ranks,
-    row_table,
-    num_positions,
-    num_slices,
-    max_rank,
+    order,
+    first,
+    last,
+    magnitudes,
+    rows,
+    num_tokens,
+    span,
+    h_part_stride,
+    h_slice_stride,
     b_row_stride,
-    columns,
-    SPLITS: tl.constexpr,
+    SLICES: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One segment and several blocks of columns; a block's weights load while others multiply."""
-    start, length, scaling, rank, table_row = read_segment(
-        tl.program_id(0), starts, lengths, weight_indices, scalings, ranks, row_table, max_rank
+    tile = tl.program_id(0)
+    tokens, in_tile, _, _, low, high = read_tile(
+        tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
-    if length == 0:
-        return
-    m = tl.arange(0, BLOCK_M)
-    in_tile = m < length
-    positions = start + m
-    tokens = tl.load(permutation + positions, mask=in_tile, other=0).to(tl.int64)
-    gate_h, rows, in_rank = read_ranks(
-        0,
-        positions,
-        in_tile,
-        0,
-        scaling,
-        rank,
-        table_row,
-        h,
-        num_positions,
-        num_slices,
-        max_rank,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_R,
-    )
-    up_h, _, _ = read_ranks(
-        0,
-        positions,
-        in_tile,
-        1,
-        scaling,
-        rank,
-        table_row,
-        h,
-        num_positions,
-        num_slices,
-        max_rank,
-        SPLITS,
-        BLOCK_M,
-        BLOCK_R,
-    )
-    first = tl.program_id(1) * columns
-    for n0 in range(first, tl.minimum(first + columns, size), BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        in_slice = n < size
-        mask = in_tile[:, None] & in_slice[None, :]
-        row = gate_up + tokens[:, None] * y_stride + n[None, :]
-        gate = tl.load(row, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(row + size, mask=mask, other=0.0).to(tl.float32)
-        for block in tl.static_range(RANK_BLOCKS):
-            if RANK_BLOCKS > 1:
-                gate_h, rows, in_rank = read_ranks(
-                    block,
-                    positions,
-                    in_tile,
-                    0,
-                    scaling,
-                    rank,
-                    table_row,
-                    h,
-                    num_positions,
-                    num_slices,
-                    max_rank,
-                    SPLITS,
-                    BLOCK_M,
-                    BLOCK_R,
-                )
-                up_h, _, _ = read_ranks(
-                    block,
-                    positions,
-                    in_tile,
-                    1,
-                    scaling,
-                    rank,
-                    table_row,
-                    h,
-                    num_positions,
-                    num_slices,
-                    max_rank,
-                    SPLITS,
-                    BLOCK_M,
-                    BLOCK_R,
-                )
-            b_tile = b + rows[:, None] * b_row_stride + n[None, :]
-            b_mask = in_rank[:, None] & in_slice[None, :]
-            gate_weights = tl.load(b_tile, mask=b_mask, other=0.0)
-            up_weights = tl.load(b_tile + size, mask=b_mask, other=0.0)
-            gate = expand_tile(gate_h, gate_weights, gate, PRECISION)
-            up = expand_tile(up_h, up_weights, up, PRECISION)
-        result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
-        tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
+    magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_slice = n < size
+    mask = in_tile[:, None] & in_slice[None, :]
+    row_at = gate_up + tokens[:, None] * y_stride + n[None, :]
+    gate = tl.load(row_at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
+    gate = scale_base(gate, magnitude, b, n, in_slice, b_row_stride)
+    up = scale_base(up, magnitude, b + size, n, in_slice, b_row_stride)
+    for r0 in range(low, high, BLOCK_R):
+        j = r0 + tl.arange(0, BLOCK_R)
+        row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
+        b_at = b + row[:, None] * b_row_stride + n[None, :]
+        b_mask = (j < high)[:, None] & in_slice[None, :]
+        h_tile = h + (r0 // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
+        gate_weights = tl.load(b_at, mask=b_mask, other=0.0)
+        gate = add_expanded(
+            gate, gate_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+        )
+        h_tile += h_slice_stride
+        up_weights = tl.load(b_at + size, mask=b_mask, other=0.0)
+        up = add_expanded(
+            up, up_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+        )
+    result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
 
 
-def silu_mul(gate_up: Tensor, delta: Delta | None) -> Tensor:
+def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor:
     """Semantics: silu(gate) · up of (gate, up) = gate_up + delta.
 
-    gate_up: (T, 2 · size). Returns (T, size) of its dtype, worked out in float32.
+    gate_up: (T, 2 · size), or without a delta its parts. Returns (T, size) of `dtype`, worked out
+    in float32.
     """
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    parts = parts_of(gate_up)
+    size = parts.size // 2
+    out = torch.empty((parts.num_rows, size), dtype=dtype, device=gate_up.device)
     if delta is None:
-        _silu_mul_kernel[num_rows, triton.cdiv(size, _COLUMNS)](
-            gate_up, out, gate_up.stride(0), size, BLOCK_N=_COLUMNS, num_warps=4
+        _silu_mul_kernel[parts.num_rows, triton.cdiv(size, _COLUMNS)](
+            gate_up,
+            out,
+            parts.stride,
+            parts.row_stride,
+            size,
+            PARTS=parts.count,
+            BLOCK_N=_COLUMNS,
+            num_warps=4,
         )
         return out
-    num_segments = delta.segments.starts.shape[0]
-    blocks = num_segments * triton.cdiv(size, _BLOCK) // _PROGRAMS
-    columns = _BLOCK * min(_MOST_BLOCKS, max(1, blocks))
-    ranks = rank_block(delta)
-    _expand_silu_mul_kernel[num_segments, triton.cdiv(size, columns)](
+    assert parts.count == 1
+    _expand_silu_mul_kernel[triton.cdiv(len(gate_up), TOKENS), triton.cdiv(size, _DELTA_COLUMNS)](
         gate_up,
         out,
-        gate_up.stride(0),
+        parts.row_stride,
         size,
         **delta_args(delta),
-        columns=columns,
-        RANK_BLOCKS=triton.cdiv(delta.h.shape[3], ranks),
-        BLOCK_M=ROWS,
-        BLOCK_R=ranks,
-        BLOCK_N=_BLOCK,
-        num_warps=4,
-        num_stages=3,
+        BLOCK_N=_DELTA_COLUMNS,
+        num_warps=8,
+        num_stages=2,
     )
     return out

@@ -1,80 +1,87 @@
 # mypy: allow-untyped-decorators
-"""The shrink of an embedding: a look-up in A instead of a product."""
+"""The LoRA of an embedding: A is looked up, not multiplied."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments
-from lorakeet.kernels.tiles import tile_rows
+from lorakeet.kernels.rank_rows import RankRows
+
+_COLUMNS = 512  # outputs of a program
+_RANKS = 16  # rank rows that it takes at a time
 
 
 @triton.jit
 def _embedding_kernel(  # type: ignore[no-untyped-def]
+    y,
     token_ids,
     a,
-    h,
-    permutation,
-    starts,
-    lengths,
-    weight_indices,
-    ranks,
-    row_table,
-    max_rank,
+    b,
+    first,
+    last,
+    magnitudes,
+    rows,
+    scales,
+    offsets,
+    size,
+    y_stride,
     a_row_stride,
-    BLOCK_M: tl.constexpr,
+    b_row_stride,
     BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    segment = tl.program_id(0)
-    slot = tl.load(weight_indices + segment)
-    length = tl.load(lengths + segment)
-    if (slot == 0) | (length == 0):
+    token = tl.program_id(0)
+    own_first = tl.load(first + token)
+    own_last = tl.load(last + token)
+    magnitude = tl.load(magnitudes + token)
+    if (own_first >= own_last) & (magnitude < 0):
         return
-    rank = tl.load(ranks + slot)
+    token_id = tl.load(token_ids + token)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = n < size
+    y_at = y + token.to(tl.int64) * y_stride + n
+    total = tl.load(y_at, mask=in_row, other=0.0).to(tl.float32)
+    if magnitude >= 0:
+        at = b + magnitude.to(tl.int64) * b_row_stride + n
+        total += total * tl.load(at, mask=in_row, other=0.0).to(tl.float32)
+    for r0 in range(own_first, own_last, BLOCK_R):
+        j = r0 + tl.arange(0, BLOCK_R)
+        own = j < own_last
+        row = tl.load(rows + j, mask=own, other=0).to(tl.int64)
+        value = tl.load(a + row * a_row_stride + token_id, mask=own, other=0.0).to(tl.float32)
+        value *= tl.load(scales + j, mask=own, other=0.0)
+        value += tl.load(offsets + j, mask=own, other=0.0)
+        b_at = b + row[:, None] * b_row_stride + n[None, :]
+        weights = tl.load(b_at, mask=own[:, None] & in_row[None, :], other=0.0)
+        total += tl.sum(value[:, None] * weights.to(tl.float32), 0)
+    tl.store(y_at, total.to(y.dtype.element_ty), mask=in_row)
 
-    m = tl.arange(0, BLOCK_M)
-    in_segment = m < length
-    positions = tl.load(starts + segment).to(tl.int64) + m
-    tokens = tl.load(permutation + positions, mask=in_segment, other=0)
-    ids = tl.load(token_ids + tokens, mask=in_segment, other=0)
-    j = tl.arange(0, BLOCK_R)
-    in_rank = j < rank
-    table_row = row_table + slot.to(tl.int64) * max_rank
-    rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
 
-    mask = in_segment[:, None] & in_rank[None, :]
-    values = tl.load(a + rows[None, :] * a_row_stride + ids[:, None], mask=mask, other=0.0)
-    tl.store(h + positions[:, None] * max_rank + j[None, :], values.to(tl.float32), mask=mask)
+def embedding_lora(
+    y: Tensor, token_ids: Tensor, a: Tensor, b: Tensor, rank_rows: RankRows
+) -> None:
+    """Semantics: y[t] = y[t] · (1 + b[magnitudes[t]]) + Σ_j h_j · b[rows[j]], h_j = scales[j] ·
+    a[rows[j], token_ids[t]] + offsets[j], for j in the token's own range; in place.
 
-
-def embedding_lora_a(
-    token_ids: Tensor, a: Tensor, segments: Segments, ranks: Tensor, row_table: Tensor
-) -> Tensor:
-    """Semantics: h[0, p, 0, j] = a[row_table[slot, j], token_ids[permutation[p]]], j < rank.
-
-    token_ids: (T,) int64, below vocab; a: (rows, vocab); ranks: (slots,) int32; row_table:
-    (slots, R) int32. Returns (1, P, 1, R) float32, for `sgemm_lora_b`. Entries past the rank, and
-    positions in no segment, are left unset.
+    y: (T, out); token_ids: (T,) int64; a: (rows, vocab); b: (rows, out). float32 sums, rounded once.
     """
-    assert a.stride(-1) == 1
+    assert y.stride(1) == a.stride(1) == b.stride(1) == 1
     assert token_ids.is_contiguous()
-    assert row_table.is_contiguous()
-    num_positions, max_rank = segments.permutation.shape[0], row_table.shape[1]
-    h = torch.empty((1, num_positions, 1, max_rank), dtype=torch.float32, device=a.device)
-    _embedding_kernel[(segments.starts.shape[0],)](
+    _embedding_kernel[len(y), triton.cdiv(y.shape[1], _COLUMNS)](
+        y,
         token_ids,
         a,
-        h,
-        segments.permutation,
-        segments.starts,
-        segments.lengths,
-        segments.weight_indices,
-        ranks,
-        row_table,
-        max_rank,
+        b,
+        rank_rows.first,
+        rank_rows.last,
+        rank_rows.magnitudes,
+        rank_rows.rows,
+        rank_rows.scales,
+        rank_rows.offsets,
+        y.shape[1],
+        y.stride(0),
         a.stride(0),
-        BLOCK_M=tile_rows(segments.block),
-        BLOCK_R=triton.next_power_of_2(max_rank),
+        b.stride(0),
+        BLOCK_R=_RANKS,
+        BLOCK_N=_COLUMNS,
     )
-    return h

@@ -1,139 +1,141 @@
 # mypy: allow-untyped-decorators
-"""The shrink: each row's input through the A of its own adapter."""
+"""The shrink of large passes: tiles of tokens through the A of their own adapters."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments
-from lorakeet.kernels.tiles import tile_rows, tiles_for
+from lorakeet.kernels.lora_tiles import shrink_tile, store_h, sum_parts
+from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.token_tiles import ROWS, TOKENS, empty_h, num_pairs, read_tile, span
+
+_INPUTS = 128
+_PROGRAMS = 264  # what fills a GPU
+_MIN_SPLIT = 512  # inputs that are worth a program
 
 
 # sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_positions"])
+@triton.jit(do_not_specialize=["num_tokens", "splits", "num_pairs", "h_slice_stride"])
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     a,
     h,
-    permutation,
-    starts,
-    lengths,
-    weight_indices,
-    ranks,
-    row_table,
+    sums,
+    counters,
+    order,
+    first,
+    last,
+    rows,
+    scales,
+    offsets,
+    num_tokens,
     input_size,
+    splits,
     split_size,
-    num_positions,
-    num_slices,
-    max_rank,
+    num_pairs,
+    span,
     x_stride,
     a_slice_stride,
     a_row_stride,
+    h_part_stride,
+    h_slice_stride,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    segment = tl.program_id(0)
+    tile = tl.program_id(0)
     slice_id = tl.program_id(1)
     split = tl.program_id(2)
-    slot = tl.load(weight_indices + segment)
-    length = tl.load(lengths + segment)
-    if (slot == 0) | (length == 0):
-        return
-    rank = tl.load(ranks + slot)
+    tokens, in_tile, own_first, own_last, low, high = read_tile(
+        tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
+    )
+    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    for r0 in range(low, high, BLOCK_R):
+        j = r0 + tl.arange(0, BLOCK_R)
+        used = j < high
+        total = shrink_tile(
+            x,
+            a + slice_id.to(tl.int64) * a_slice_stride,
+            tokens,
+            (own_first < r0 + BLOCK_R) & (own_last > r0),
+            tl.load(rows + j, mask=used, other=0),
+            used,
+            split * split_size,
+            tl.minimum((split + 1) * split_size, input_size),
+            x_stride,
+            a_row_stride,
+            BLOCK_M,
+            BLOCK_R,
+            BLOCK_K,
+            EVEN_K,
+            STAGES,
+        )
+        pair = r0 // BLOCK_R + tile * span
+        counter = slice_id * num_pairs + pair
+        at = sums + counter.to(tl.int64) * splits * (BLOCK_M * BLOCK_R) + place
+        tl.store(at + split * (BLOCK_M * BLOCK_R), total)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + counter, 1, sem="acq_rel") == splits - 1:
+            tl.store(counters + counter, 0)
+            total = sum_parts(at, splits, in_tile[:, None], BLOCK_M, BLOCK_R)
+            own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+            places = slice_id.to(tl.int64) * h_slice_stride + pair * (BLOCK_M * BLOCK_R) + place
+            scale = tl.load(scales + j, mask=used, other=0.0)
+            offset = tl.load(offsets + j, mask=used, other=0.0)
+            store_h(total, h, places, own, tokens >= 0, scale, offset, h_part_stride, PARTS)
 
-    m = tl.arange(0, BLOCK_M)
-    in_segment = m < length
-    positions = tl.load(starts + segment).to(tl.int64) + m
-    tokens = tl.load(permutation + positions, mask=in_segment, other=0).to(tl.int64)
-    x_rows = x + tokens[:, None] * x_stride
-    a_slice = a + slice_id.to(tl.int64) * a_slice_stride
-    h_rows = (split.to(tl.int64) * num_positions + positions) * num_slices + slice_id
-    table_row = row_table + slot.to(tl.int64) * max_rank
-    first = split * split_size
-    last = tl.minimum(first + split_size, input_size)
-    for first_rank in range(0, rank, BLOCK_R):
-        j = first_rank + tl.arange(0, BLOCK_R)
-        in_rank = j < rank
-        rows = tl.load(table_row + j, mask=in_rank, other=0).to(tl.int64)
-        a_rows = a_slice + rows[None, :] * a_row_stride
-        total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-        for start in range(first, last, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            in_input = k < input_size
-            x_mask = in_segment[:, None] & in_input[None, :]
-            x_tile = tl.load(x_rows + k[None, :], mask=x_mask, other=0.0)
-            a_mask = in_input[:, None] & in_rank[None, :]
-            a_tile = tl.load(a_rows + k[:, None], mask=a_mask, other=0.0)
-            total += tl.dot(x_tile, a_tile, input_precision="ieee")
-        h_tile = h + h_rows[:, None] * max_rank + j[None, :]
-        tl.store(h_tile, total, mask=in_segment[:, None] & in_rank[None, :])
 
+def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) -> Tensor:
+    """Semantics: for a pair of tiles, h[:, i, pair, m, r] sums to scales[j] · a[i, rows[j]] · x[t] +
+    offsets[j], t and j the m-th token and the r-th rank row of the tiles; 0 if t does not own j.
 
-def split_input(input_size: int, block: int) -> tuple[int, int]:
-    """How many parts of an input are summed apart, and how large they are.
-
-    It depends on the input size and `block` alone, so a row's sums do not depend on the batch.
+    x: (T, in); a: (slices, rows, in), of x's dtype; counters: int32 zeros, left as zeros. Returns
+    `empty_h`, filled for all pairs of tiles that share anything. Sums are float32.
     """
-    split_size = tiles_for(block).split_size
-    return triton.cdiv(input_size, split_size), split_size
-
-
-def empty_sums(a: Tensor, segments: Segments, row_table: Tensor) -> Tensor:
-    """Room for what `sgemm_lora_a` returns."""
-    num_slices, _, input_size = a.shape
-    splits, _ = split_input(input_size, segments.block)
-    shape = (splits, segments.permutation.shape[0], num_slices, row_table.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=a.device)
-
-
-def sgemm_lora_a(
-    x: Tensor,
-    a: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
-    h: Tensor | None = None,
-) -> Tensor:
-    """Semantics: h[:, p, i, j] sums to x[permutation[p]] · a[i, row_table[slot, j]], j < rank.
-
-    x: (T, in); a: (slices, rows, in), of x's dtype; ranks: (slots,) int32; row_table: (slots, R)
-    int32. Returns (splits, P, slices, R) float32, or `h` itself (`empty_sums`): partial sums over
-    parts of the input. Entries past the rank, and positions in no segment, are left unset.
-    """
-    assert x.stride(-1) == 1
-    assert a.stride(-1) == 1
-    assert row_table.is_contiguous()
-    num_slices, _, input_size = a.shape
-    num_positions, max_rank = segments.permutation.shape[0], row_table.shape[1]
-    tiles = tiles_for(segments.block)
-    splits, split_size = split_input(input_size, segments.block)
-    if h is None:
-        h = empty_sums(a, segments, row_table)
-    grid = (segments.starts.shape[0], num_slices, splits)
-    _shrink_kernel[grid](
+    assert x.stride(1) == a.stride(2) == 1
+    assert len(counters) >= num_pairs(rank_rows) * len(a)
+    num_tokens, input_size = x.shape
+    num_slices, pairs = a.shape[0], num_pairs(rank_rows)
+    token_tiles = triton.cdiv(num_tokens, TOKENS)
+    h = empty_h(a, rank_rows)
+    splits = max(1, _PROGRAMS // (token_tiles * num_slices))
+    split_size = max(_MIN_SPLIT, triton.cdiv(triton.cdiv(input_size, splits), _INPUTS) * _INPUTS)
+    splits = triton.cdiv(input_size, split_size)
+    num_sums = pairs * num_slices * splits
+    sums = torch.empty((num_sums, TOKENS, ROWS), dtype=torch.float32, device=x.device)
+    _shrink_kernel[token_tiles, num_slices, splits](
         x,
         a,
         h,
-        segments.permutation,
-        segments.starts,
-        segments.lengths,
-        segments.weight_indices,
-        ranks,
-        row_table,
+        sums,
+        counters,
+        rank_rows.order,
+        rank_rows.first,
+        rank_rows.last,
+        rank_rows.rows,
+        rank_rows.scales,
+        rank_rows.offsets,
+        num_tokens,
         input_size,
+        splits,
         split_size,
-        num_positions,
-        num_slices,
-        max_rank,
+        pairs,
+        span(rank_rows),
         x.stride(0),
         a.stride(0),
         a.stride(1),
-        BLOCK_M=tile_rows(segments.block),
-        BLOCK_R=tiles.rank,
-        BLOCK_K=tiles.inner,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        h.stride(0),
+        h.stride(1),
+        PARTS=h.shape[0],
+        BLOCK_M=TOKENS,
+        BLOCK_R=ROWS,
+        BLOCK_K=_INPUTS,
+        EVEN_K=input_size % split_size == 0,
+        STAGES=4,
+        num_warps=4,
     )
     return h

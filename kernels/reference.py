@@ -1,139 +1,70 @@
-"""Torch references of the kernels: plain loops, in float32 or float64, with the same signatures."""
+"""Torch references of the kernels: plain loops, in float32 or float64."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.segments import Delta, Segments
+from lorakeet.kernels.rank_rows import RankRows
 
 
-class _Segment(NamedTuple):
-    positions: slice  # its sorted positions
-    tokens: Tensor  # token row of each
-    rows: Tensor  # pool rows of its adapter, as many as the rank
-    scaling: float
-
-
-def _segments(segments: Segments, ranks: Tensor, row_table: Tensor) -> Iterator[_Segment]:
-    """The segments that have work, one by one."""
-    for start, length, slot, scaling in zip(
-        segments.starts.tolist(),
-        segments.lengths.tolist(),
-        segments.weight_indices.tolist(),
-        segments.scalings.tolist(),
-        strict=True,
-    ):
-        rank = int(ranks[slot])
-        if slot == 0 or length == 0 or rank == 0:
-            continue
-        positions = slice(start, start + length)
-        tokens = segments.permutation[positions].long()
-        yield _Segment(positions, tokens, row_table[slot, :rank].long(), scaling)
-
-
-def _unset(segments: Segments, slices: int, row_table: Tensor, dtype: torch.dtype) -> Tensor:
-    shape = (1, segments.permutation.shape[0], slices, row_table.shape[1])
-    return torch.full(shape, torch.nan, dtype=dtype, device=row_table.device)
-
-
-def sgemm_lora_a(
+def add_lora(
+    y: Tensor,
     x: Tensor,
     a: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
+    b: Tensor,
+    rank_rows: RankRows,
+    slice_sizes: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(1, P, slices, R) in `dtype`; NaN past the rank and at positions in no segment."""
-    h = _unset(segments, a.shape[0], row_table, dtype)
-    for segment in _segments(segments, ranks, row_table):
-        inputs = x[segment.tokens].to(dtype)
-        for index in range(a.shape[0]):
-            weights = a[index, segment.rows].to(dtype)
-            h[0, segment.positions, index, : len(segment.rows)] = inputs @ weights.T
-    return h
+    """y[t] · (1 + b[magnitudes[t]]) + Σ_j (scales[j] · a[rows[j]] · x[t] + offsets[j]) · b[rows[j]],
+    j in the token's own range, slice by slice: (T, out) in `dtype`."""
+    total = y.to(dtype, copy=True)
+    for token in range(len(y)):
+        magnitude = int(rank_rows.magnitudes[token])
+        if magnitude >= 0:
+            total[token] *= 1 + b[magnitude].to(dtype)
+        own = slice(int(rank_rows.first[token]), int(rank_rows.last[token]))
+        rows = rank_rows.rows[own].long()
+        for part, weights, columns in zip(
+            a, b[rows].split(list(slice_sizes), 1), total[token].split(list(slice_sizes)), strict=True
+        ):
+            h = part[rows].to(dtype) @ x[token].to(dtype)
+            h = h * rank_rows.scales[own] + rank_rows.offsets[own]
+            columns += h @ weights.to(dtype)
+    return total
 
 
-def embedding_lora_a(
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    rank_rows: RankRows,
+    slice_sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    y = x.to(dtype) @ weight.to(dtype).T
+    if bias is not None:
+        y += bias.to(dtype)
+    return add_lora(y, x, a, b, rank_rows, slice_sizes, dtype)
+
+
+def embedding_lora(
+    y: Tensor,
     token_ids: Tensor,
     a: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
+    b: Tensor,
+    rank_rows: RankRows,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """(1, P, 1, R) in `dtype`; NaN past the rank and at positions in no segment."""
-    h = _unset(segments, 1, row_table, dtype)
-    for segment in _segments(segments, ranks, row_table):
-        columns = a[segment.rows][:, token_ids[segment.tokens]]
-        h[0, segment.positions, 0, : len(segment.rows)] = columns.T.to(dtype)
-    return h
+    one_hot = torch.nn.functional.one_hot(token_ids, a.shape[1])
+    return add_lora(y, one_hot, a[None], b, rank_rows, [y.shape[1]], dtype)
 
 
-def _expand(
-    h: Tensor,
-    b: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
-    y: Tensor,
-    sizes: list[int],
-    dtype: torch.dtype,
-) -> None:
-    for segment in _segments(segments, ranks, row_table):
-        sums = h[:, segment.positions, :, : len(segment.rows)].to(dtype).sum(0)
-        slices = torch.split(b[segment.rows].to(dtype), sizes, dim=1)
-        deltas = [sums[:, index] @ weights for index, weights in enumerate(slices)]
-        delta = segment.scaling * torch.cat(deltas, dim=1)
-        y[segment.tokens] = (y[segment.tokens].to(dtype) + delta).to(y.dtype)
-
-
-def sgemm_lora_b(
-    h: Tensor,
-    b: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
-    y: Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    _expand(h, b, segments, ranks, row_table, y, [y.shape[1]], dtype)
-
-
-def qkv_lora_b(
-    h: Tensor,
-    b: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
-    y: Tensor,
-    q_size: int,
-    kv_size: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    _expand(h, b, segments, ranks, row_table, y, [q_size, kv_size, kv_size], dtype)
-
-
-def gate_up_lora_b(
-    h: Tensor,
-    b: Tensor,
-    segments: Segments,
-    ranks: Tensor,
-    row_table: Tensor,
-    y: Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    _expand(h, b, segments, ranks, row_table, y, [y.shape[1] // 2] * 2, dtype)
-
-
-def _added(y: Tensor, delta: Delta | None, sizes: list[int], dtype: torch.dtype) -> Tensor:
-    total = y.to(dtype, copy=True)
-    if delta is not None:
-        block = (delta.segments, delta.ranks, delta.row_table)
-        _expand(delta.h, delta.b, *block, total, sizes, dtype)
-    return total
+def _summed(y: Tensor, dtype: torch.dtype) -> Tensor:
+    return y.to(dtype).sum(0) if y.dim() == 3 else y.to(dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -141,28 +72,21 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    y: Tensor,
-    delta: Delta | None,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype = torch.float32,
+    y: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Normed and total, in `dtype`; total is rounded to residual's in between."""
-    total = _added(y, delta, [y.shape[1]], dtype) + residual.to(dtype)
+    total = _summed(y, dtype) + residual.to(dtype)
     total = total.to(residual.dtype).to(dtype)
     return _rms_norm(total, weight.to(dtype), eps), total
 
 
-def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    size = gate_up.shape[1] // 2
-    gate, up = _added(gate_up, delta, [size, size], dtype).chunk(2, dim=1)
+def silu_mul(gate_up: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    gate, up = _summed(gate_up, dtype).chunk(2, dim=1)
     return gate * gate.sigmoid() * up
 
 
 def rotate_heads(
     qkv: Tensor,
-    delta: Delta | None,
     cos: Tensor,
     sin: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
@@ -173,7 +97,7 @@ def rotate_heads(
     """q, k and v of `rotate_and_write`, in `dtype`: (T, heads, head_dim) each."""
     head_dim = cos.shape[-1]
     sizes = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
-    parts = torch.split(_added(qkv, delta, sizes, dtype), sizes, dim=1)
+    parts = torch.split(_summed(qkv, dtype), sizes, dim=1)
     q, k, v = (part.reshape(len(part), -1, head_dim) for part in parts)
     if norms is not None:
         q = _rms_norm(q, norms[0].to(dtype), norms[2])

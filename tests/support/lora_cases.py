@@ -1,14 +1,16 @@
 """Inputs for the LoRA kernels: adapters scattered over a poisoned pool, batches that mix them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments, build_segments
+from lorakeet.kernels import reference
+from lorakeet.kernels.lora_linear import MIN_ROOM
+from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, to_device
 
 POPULARITIES = ["identical", "uniform", "skewed", "distinct", "with_base", "all_base"]
 
@@ -27,100 +29,87 @@ def popularity(name: str, num_tokens: int, num_adapters: int) -> list[int]:
     return [int(slot) for slot in slots[name]()]
 
 
-def pad_segments(segments: Segments | None, num_tokens: int, block: int, device: str) -> Segments:
-    """One segment for each of `num_tokens` rows: the static grid of a captured graph."""
-    padded = Segments(
-        permutation=torch.zeros(num_tokens, dtype=torch.int32, device=device),
-        starts=torch.zeros(num_tokens, dtype=torch.int32, device=device),
-        lengths=torch.zeros(num_tokens, dtype=torch.int32, device=device),
-        weight_indices=torch.zeros(num_tokens, dtype=torch.int32, device=device),
-        scalings=torch.full((num_tokens,), torch.nan, device=device),
-        block=block,
-    )
-    if segments is not None:
-        for name in ("permutation", "starts", "lengths", "weight_indices", "scalings"):
-            values = getattr(segments, name)
-            getattr(padded, name)[: len(values)] = values
-    return padded
-
-
 @dataclass(frozen=True)
 class LoRACase:
     x: Tensor  # (T, in)
     token_ids: Tensor  # (T,) int64, below in
+    weight: Tensor  # (out, in)
+    bias: Tensor  # (out,)
     a: Tensor  # (slices, rows, in)
     b: Tensor  # (rows, out)
     y: Tensor  # (T, out)
-    segments: Segments
-    ranks: Tensor  # (slots,) int32
-    row_table: Tensor  # (slots, R) int32
-    weight_indices: tuple[int, ...]
+    rank_rows: RankRows
+    slots: tuple[int, ...]
     slice_sizes: tuple[int, ...]
+    arrivals: Tensor  # (1,) int32, zero
+    counters: Tensor  # int32 zeros
 
-    @property
-    def block_args(self) -> tuple[Segments, Tensor, Tensor]:
-        return self.segments, self.ranks, self.row_table
+    def exact(self, y: Tensor | None = None) -> Tensor:
+        """y with the delta of every token, in float64."""
+        args = (self.x, self.a, self.b, self.rank_rows, self.slice_sizes)
+        return reference.add_lora(self.y if y is None else y, *args, dtype=torch.float64)
 
-    def rows_of(self, slot: int) -> Tensor:
-        """Pool rows of the adapter in a slot."""
-        return self.row_table[slot, : int(self.ranks[slot])].long()
-
-    def with_nan_adapter(self, slot: int) -> "LoRACase":
-        a, b = self.a.clone(), self.b.clone()
-        a[:, self.rows_of(slot)] = torch.nan
-        b[self.rows_of(slot)] = torch.nan
-        return replace(self, a=a, b=b, y=self.y.clone())
+    def exact_linear(self) -> Tensor:
+        args = (self.x, self.weight, self.bias, self.a, self.b, self.rank_rows, self.slice_sizes)
+        return reference.lora_linear(*args, dtype=torch.float64)
 
 
 def lora_case(
-    weight_indices: Sequence[int],
+    slots: Sequence[int],
     ranks: Sequence[int],
     *,
     input_size: int = 40,
     slice_sizes: Sequence[int] = (24,),
-    block: int = 4,
-    max_rank: int | None = None,
-    static: bool = False,
-    base_rows: bool = False,
+    room: int = MIN_ROOM,
+    plain: bool = False,
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LoRACase:
-    """`ranks[i]` is the rank in slot i + 1. Pool rows of no adapter are NaN, and so is what the row
-    table names past a rank. Weights are scaled so that deltas are about 1 in size.
+    """`ranks[i]` is the rank in slot i + 1. Pool rows of no adapter are NaN, and so are scales and
+    offsets past the list. Rows have scales and offsets unless `plain`, every third slot has
+    magnitudes. Weights are scaled so that deltas are about 1 in size.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_tokens, table_width = len(weight_indices), max_rank or max(ranks)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator) * scale
 
-    num_rows = sum(ranks) + 3
-    rows = torch.randperm(num_rows, generator=generator)
-    poison, free = rows[:3], torch.split(rows[3:], [*ranks])
-    row_table = poison[torch.randint(3, (len(ranks) + 1, table_width), generator=generator)]
+    num_rows = sum(ranks) + len(ranks) + 3
+    free = torch.randperm(num_rows, generator=generator).tolist()
     a = torch.full((len(slice_sizes), num_rows, input_size), torch.nan)
     b = torch.full((num_rows, sum(slice_sizes)), torch.nan)
-    for slot, (rank, own) in enumerate(zip(ranks, free, strict=True), start=1):
-        row_table[slot, :rank] = own
+    listed = {}
+    for slot, rank in enumerate(ranks, start=1):
+        own = [free.pop() for _ in range(rank)]
         a[:, own] = normal(len(slice_sizes), rank, input_size, scale=input_size**-0.5)
         b[own] = normal(rank, sum(slice_sizes), scale=max(rank, 1) ** -0.5)
-
-    segments = build_segments(np.asarray(weight_indices, dtype=np.int32), block, device, base_rows)
-    if segments is not None:
-        scalings = torch.rand(len(segments.scalings), generator=generator) + 0.5
-        segments = replace(segments, scalings=scalings.to(device))
-    if static or segments is None:
-        segments = pad_segments(segments, num_tokens, block, device)
+        magnitude = -1
+        if slot % 3 == 0 and not plain:
+            magnitude = free.pop()
+            b[magnitude] = normal(sum(slice_sizes), scale=0.5)
+        scales, offsets = torch.ones(rank), torch.zeros(rank)
+        if not plain:
+            scales, offsets = normal(rank), normal(rank) * (torch.arange(rank) % 4 == 0)
+        listed[slot] = SlotRows(
+            np.array(own, np.int32), scales.numpy(), offsets.numpy(), magnitude
+        )
+    arrays = list_rank_rows(np.array(slots, np.int32), listed.__getitem__)
+    rank_rows = to_device(arrays, room, max([*ranks, 1]), device)
+    for values in (rank_rows.scales, rank_rows.offsets):
+        values[len(arrays.rows) :] = torch.nan
+    outputs = sum(slice_sizes)
     return LoRACase(
-        x=normal(num_tokens, input_size).to(device, dtype),
-        token_ids=torch.randint(input_size, (num_tokens,), generator=generator).to(device),
+        x=normal(len(slots), input_size).to(device, dtype),
+        token_ids=torch.randint(input_size, (len(slots),), generator=generator).to(device),
+        weight=normal(outputs, input_size, scale=input_size**-0.5).to(device, dtype),
+        bias=normal(outputs).to(device, dtype),
         a=a.to(device, dtype),
         b=b.to(device, dtype),
-        y=normal(num_tokens, sum(slice_sizes)).to(device, dtype),
-        segments=segments,
-        ranks=torch.tensor([0, *ranks], dtype=torch.int32, device=device),
-        row_table=row_table.to(device, torch.int32),
-        weight_indices=tuple(weight_indices),
+        y=normal(len(slots), outputs).to(device, dtype),
+        rank_rows=rank_rows,
+        slots=tuple(slots),
         slice_sizes=tuple(slice_sizes),
+        arrivals=torch.zeros(1, dtype=torch.int32, device=device),
+        counters=torch.zeros(4096, dtype=torch.int32, device=device),
     )

@@ -1,0 +1,401 @@
+# mypy: allow-untyped-decorators
+"""A linear layer and the LoRA of every row, in one kernel: for decode, where all is bytes.
+
+The first programs of the grid are the shrink; they run while the others read the layer's weights.
+Those add the expand to the tile that they hold, when the shrink's programs have all arrived. So
+LoRA costs its bytes: no launch, and no second pass over y.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakeet.kernels.lora_tiles import h_form, precision, shrink_tile, store_h, sum_parts
+from lorakeet.kernels.rank_rows import RankRows
+
+MAX_TOKENS = 128
+MAX_SPLITS = 4
+ROWS_AT_ONCE = 64  # rank rows of a tile
+MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
+_SHRINK_PROGRAMS = 128
+_PROGRAMS = 128  # what fills most of a GPU
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+    shrink_inputs: int
+    shrink_stages: int
+
+
+def _tiles(block_m: int, output_size: int) -> _Tiles:
+    """By measurement on an H200; two programs of up to 64 tokens fit on a multiprocessor."""
+    if block_m <= 32:
+        return _Tiles(64, 128, 4, 4, 128, 3)
+    if block_m <= 64:
+        return _Tiles(128 if output_size >= 16384 else 64, 64, 5, 8, 128, 3)
+    return _Tiles(128, 64, 5, 8, 64, 5)
+
+
+@triton.jit
+def _shrink(  # type: ignore[no-untyped-def]
+    x,
+    a,
+    h,
+    sums,
+    counters,
+    arrivals,
+    first,
+    last,
+    rows,
+    scales,
+    offsets,
+    count,
+    num_tokens,
+    input_size,
+    split_size,
+    splits,
+    x_stride,
+    a_slice_stride,
+    a_row_stride,
+    h_part_stride,
+    h_slice_stride,
+    h_stride,
+    SLICES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program's share of the tiles (rank rows, slice, part of the inputs)."""
+    m = tl.arange(0, BLOCK_M)
+    in_batch = m < num_tokens
+    own_first = tl.load(first + m, mask=in_batch, other=0)
+    own_last = tl.load(last + m, mask=in_batch, other=0)
+    r = tl.arange(0, BLOCK_R)
+    for item in range(tl.program_id(0), tl.cdiv(count, BLOCK_R) * SLICES * splits, PROGRAMS):
+        split = item % splits
+        tile = item // splits
+        slice_id = tile % SLICES
+        r0 = (tile // SLICES) * BLOCK_R
+        j = r0 + r
+        used = j < count
+        row = tl.load(rows + j, mask=used, other=0)
+        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
+        total = shrink_tile(
+            x,
+            a + slice_id * a_slice_stride,
+            m,
+            near,
+            row,
+            used,
+            split * split_size,
+            tl.minimum((split + 1) * split_size, input_size),
+            x_stride,
+            a_row_stride,
+            BLOCK_M,
+            BLOCK_R,
+            BLOCK_K,
+            EVEN_K,
+            STAGES,
+        )
+        place = m[:, None] * BLOCK_R + r[None, :]
+        at = sums + tile * splits * (BLOCK_M * BLOCK_R) + place
+        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=near[:, None])
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1:
+            tl.store(counters + tile, 0)
+            total = sum_parts(at, splits, near[:, None], BLOCK_M, BLOCK_R)
+            own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+            places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
+            scale = tl.load(scales + j, mask=used, other=0.0)
+            offset = tl.load(offsets + j, mask=used, other=0.0)
+            store_h(total, h, places, own, in_batch, scale, offset, h_part_stride, PARTS)
+            tl.debug_barrier()
+            tl.atomic_add(arrivals, 1, sem="release")
+
+
+@triton.jit
+def _add_expanded(  # type: ignore[no-untyped-def]
+    y, weights, h_at, in_batch, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """y (N, M) + B (R, N)^T · h (R, M)."""
+    if PRECISION == "tf32":
+        weights = weights.to(tl.float32)
+    b = tl.trans(weights)
+    y = tl.dot(b, tl.load(h_at, mask=in_batch, other=0.0), y, input_precision=PRECISION)
+    if PARTS == 2:
+        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=in_batch, other=0.0), y)
+    return y
+
+
+# sizes that change from step to step must not compile anew
+@triton.jit(do_not_specialize=["num_tokens"])
+def _lora_linear_kernel(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    bias,
+    y,
+    num_tokens,
+    output_size,
+    input_size,
+    splits,
+    split_size,
+    x_stride,
+    w_stride,
+    a,
+    b,
+    h,
+    sums,
+    counters,
+    arrivals,
+    first,
+    last,
+    magnitudes,
+    rows,
+    scales,
+    offsets,
+    count_at,
+    shrink_splits,
+    shrink_split_size,
+    a_slice_stride,
+    a_row_stride,
+    b_row_stride,
+    h_part_stride,
+    h_slice_stride,
+    h_stride,
+    first_size,
+    other_size,
+    SLICES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SHRINK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SHRINK_STAGES: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr,
+):
+    count = tl.load(count_at)
+    program = tl.program_id(0)
+    if program < PROGRAMS:
+        _shrink(
+            x,
+            a,
+            h,
+            sums,
+            counters,
+            arrivals,
+            first,
+            last,
+            rows,
+            scales,
+            offsets,
+            count,
+            num_tokens,
+            input_size,
+            shrink_split_size,
+            shrink_splits,
+            x_stride,
+            a_slice_stride,
+            a_row_stride,
+            h_part_stride,
+            h_slice_stride,
+            h_stride,
+            SLICES,
+            PROGRAMS,
+            PARTS,
+            BLOCK_M,
+            BLOCK_R,
+            SHRINK_K,
+            EVEN_K,
+            SHRINK_STAGES,
+        )
+        return
+
+    # columns are counted slice by slice: the first slice, then the equal others
+    tile = (program - PROGRAMS) // splits
+    split = (program - PROGRAMS) % splits
+    slice_id = 0
+    slice_start = 0
+    size = first_size
+    if SLICES > 1:
+        first_tiles = tl.cdiv(first_size, BLOCK_N)
+        if tile >= first_tiles:
+            tile -= first_tiles
+            other_tiles = tl.cdiv(other_size, BLOCK_N)
+            slice_id = 1 + tile // other_tiles
+            slice_start = first_size + (slice_id - 1) * other_size
+            size = other_size
+            tile %= other_tiles
+    within = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_slice = within < size
+    n = slice_start + within
+    m = tl.arange(0, BLOCK_M)
+    in_batch = m < num_tokens
+    r = tl.arange(0, BLOCK_R)
+    ahead = tl.load(rows + split * BLOCK_R + r)  # the first rows to expand; nothing waits for them
+    magnitude = tl.load(magnitudes + m, mask=in_batch, other=-1)
+
+    k = tl.arange(0, BLOCK_K)
+    k_last = tl.minimum((split + 1) * split_size, input_size)
+    w_at = w + n.to(tl.int64)[:, None] * w_stride + k[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for k0 in tl.range(split * split_size, k_last, BLOCK_K, num_stages=STAGES):
+        w_mask = in_slice[:, None]
+        x_mask = in_batch[None, :]
+        if not EVEN_K:
+            in_part = k0 + k < k_last
+            w_mask = w_mask & in_part[None, :]
+            x_mask = x_mask & in_part[:, None]
+        w_tile = tl.load(w_at + k0, mask=w_mask, other=0.0)
+        x_tile = tl.load(x_at + k0, mask=x_mask, other=0.0)
+        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+
+    if bias is not None:
+        if split == 0:
+            total += tl.load(bias + n, mask=in_slice, other=0.0).to(tl.float32)[:, None]
+    if tl.max(magnitude, 0) >= 0:
+        at = b + magnitude.to(tl.int64)[None, :] * b_row_stride + n[:, None]
+        mask = (magnitude >= 0)[None, :] & in_slice[:, None]
+        total += total * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if split * BLOCK_R < count:
+        used = split * BLOCK_R + r < count
+        b_at = b + ahead.to(tl.int64)[:, None] * b_row_stride + n[None, :]
+        weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
+        while tl.atomic_add(arrivals, 0, sem="acquire") < tl.cdiv(count, BLOCK_R) * SLICES:
+            pass
+        h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
+        total = _add_expanded(
+            total,
+            weights,
+            h_at + split * BLOCK_R,
+            in_batch[None, :],
+            h_part_stride,
+            PARTS,
+            PRECISION,
+        )
+        step = splits * BLOCK_R
+        for r0 in tl.range(split * BLOCK_R + step, count, step, num_stages=EXPAND_STAGES):
+            used = r0 + r < count
+            row = tl.load(rows + r0 + r, mask=used, other=0).to(tl.int64)
+            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
+            total = _add_expanded(
+                total, weights, h_at + r0, in_batch[None, :], h_part_stride, PARTS, PRECISION
+            )
+    y_at = y + (split * num_tokens + m).to(tl.int64)[:, None] * output_size + n[None, :]
+    mask = in_batch[:, None] & in_slice[None, :]
+    tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    rank_rows: RankRows,
+    slice_sizes: Sequence[int],
+    arrivals: Tensor,
+    counters: Tensor,
+) -> Tensor:
+    """Semantics: y[t] = (W x[t] + bias) · (1 + b[magnitudes[t]]) + Σ_j h[t, j] · b[rows[j]], where
+    h[t, j] = scales[j] · a[rows[j]] · x[t] + offsets[j], for j in the token's own range; slice by
+    slice.
+
+    x: (T, in), T up to MAX_TOKENS; weight: (out, in); bias: (out,) or None; a: (slices, rows, in);
+    b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are equal;
+    arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, for each
+    ROWS_AT_ONCE rows of the list and slice one. The list has room for MIN_ROOM rows. Returns y (T, out) of x's dtype, or its parts (splits, T, out) in float32,
+    to be summed up by whoever reads them next. Sums are float32.
+    """
+    num_tokens, input_size = x.shape
+    output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)
+    first_size, other_size = slice_sizes[0], slice_sizes[-1]
+    assert num_tokens <= MAX_TOKENS
+    assert num_rows >= MIN_ROOM
+    assert len(counters) >= triton.cdiv(num_rows, ROWS_AT_ONCE) * num_slices
+    assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
+    assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
+    block_m = max(16, triton.next_power_of_2(num_tokens))
+    tiles = _tiles(block_m, output_size)
+    column_tiles = triton.cdiv(first_size, tiles.outputs)
+    column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
+    splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))
+    split_size = triton.cdiv(triton.cdiv(input_size, splits), tiles.inputs) * tiles.inputs
+    shrink_size = 512 if input_size <= 8192 else 1024
+    shrink_splits = triton.cdiv(input_size, shrink_size)
+    shape = (num_tokens, output_size) if splits == 1 else (splits, num_tokens, output_size)
+    dtype = x.dtype if splits == 1 else torch.float32
+    y = torch.empty(shape, dtype=dtype, device=x.device)
+    row_tiles = triton.cdiv(num_rows, ROWS_AT_ONCE)
+    parts, h_dtype = h_form(b.dtype)
+    h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
+    h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
+    num_sums = row_tiles * num_slices * shrink_splits
+    sums = torch.empty((num_sums, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device)
+    _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
+        x,
+        weight,
+        bias,
+        y,
+        num_tokens,
+        output_size,
+        input_size,
+        splits,
+        split_size,
+        x.stride(0),
+        weight.stride(0),
+        a,
+        b,
+        h,
+        sums,
+        counters,
+        arrivals,
+        rank_rows.first,
+        rank_rows.last,
+        rank_rows.magnitudes,
+        rank_rows.rows,
+        rank_rows.scales,
+        rank_rows.offsets,
+        rank_rows.count,
+        shrink_splits,
+        shrink_size,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        *h.stride()[:3],
+        first_size,
+        other_size,
+        SLICES=num_slices,
+        PROGRAMS=_SHRINK_PROGRAMS,
+        PARTS=parts,
+        PRECISION=precision(b.dtype),
+        BLOCK_M=block_m,
+        BLOCK_N=tiles.outputs,
+        BLOCK_K=tiles.inputs,
+        BLOCK_R=ROWS_AT_ONCE,
+        SHRINK_K=tiles.shrink_inputs,
+        EVEN_K=input_size % split_size == 0 == input_size % shrink_size,
+        STAGES=tiles.stages,
+        SHRINK_STAGES=tiles.shrink_stages,
+        EXPAND_STAGES=3,
+        num_warps=tiles.warps,
+    )
+    return y

@@ -1,0 +1,93 @@
+# mypy: allow-untyped-decorators
+"""What the LoRA kernels share: one tile of a shrink, one tile of an expand.
+
+A tile works on many tokens and many rank rows at once, whoever owns them: what a token does not own
+counts for it with h = 0. That is exact, since every weight in the pool is finite (`lora.canonical`
+takes no others), and rows that nobody owns are not read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# How h meets the weights: bfloat16 weights meet it in two parts, which keep 16 bits of it; float16
+# weights are exact in tf32, whose range is h's own.
+_PRECISION = {torch.float32: "ieee", torch.bfloat16: "ieee", torch.float16: "tf32"}
+
+
+def precision(dtype: torch.dtype) -> str:
+    return _PRECISION[dtype]
+
+
+def h_form(dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """In how many parts, and of what dtype, h is stored for weights of `dtype`."""
+    return (2, dtype) if dtype == torch.bfloat16 else (1, torch.float32)
+
+
+@triton.jit
+def shrink_tile(  # type: ignore[no-untyped-def]
+    x,
+    a,
+    tokens,
+    near,
+    rows,
+    used,
+    k_first,
+    k_last,
+    x_stride,
+    a_row_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """x (M, K) · A (R, K)^T over the inputs [k_first, k_last): (M, R) float32."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + tokens.to(tl.int64)[:, None] * x_stride + k[None, :]
+    a_at = a + rows.to(tl.int64)[None, :] * a_row_stride + k[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    for k0 in tl.range(k_first, k_last, BLOCK_K, num_stages=STAGES):
+        x_mask = near[:, None]
+        a_mask = used[None, :]
+        if not EVEN_K:
+            in_part = k0 + k < k_last
+            x_mask = x_mask & in_part[None, :]
+            a_mask = a_mask & in_part[:, None]
+        x_tile = tl.load(x_at + k0, mask=x_mask, other=0.0)
+        a_tile = tl.load(a_at + k0, mask=a_mask, other=0.0)
+        total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def sum_parts(  # type: ignore[no-untyped-def]
+    at, parts, mask, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """What other programs have left at `at` (M, R), part by part: in one order, whoever is last."""
+    total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
+    for part in range(0, parts):
+        part_at = at + part * (BLOCK_M * BLOCK_R)
+        total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def store_h(  # type: ignore[no-untyped-def]
+    total,
+    h,
+    places,
+    own,
+    in_batch,
+    scales,
+    offsets,
+    h_part_stride,
+    PARTS: tl.constexpr,
+):
+    """Scale what a shrink has summed up (M, R) and store it; zeros for what is not its token's."""
+    value = tl.where(own, total * scales[None, :] + offsets[None, :], 0.0)
+    high = value.to(h.dtype.element_ty)
+    tl.store(h + places, high, mask=in_batch[:, None])
+    if PARTS == 2:
+        low = (value - high.to(tl.float32)).to(h.dtype.element_ty)
+        tl.store(h + h_part_stride + places, low, mask=in_batch[:, None])

@@ -1,0 +1,123 @@
+# mypy: allow-untyped-decorators
+"""Large passes in tiles of tokens, in order of their slots: so a tile has few adapters' rows.
+
+A tile of tokens meets those tiles of rank rows in which any of its tokens own one. All these pairs
+are numbered: what the shrink leaves is one small matrix a pair.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lorakeet.kernels.lora_tiles import h_form, precision
+from lorakeet.kernels.rank_rows import RankRows
+
+TOKENS = 64  # of a tile
+ROWS = 32  # rank rows of a tile
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A LoRA delta that is still to be added, by the kernel that reads y next.
+
+    y[t] · (1 + b[magnitudes[t]]) + Σ_j h[t, j] b[rows[j]] over each token's own rows.
+    """
+
+    h: Tensor  # (parts, slices, pairs, TOKENS, ROWS): h is the sum of its parts
+    b: Tensor  # (rows, out), slices side by side
+    rank_rows: RankRows
+
+
+def span(rank_rows: RankRows) -> int:
+    """The most tiles of rank rows in which one token can own rows."""
+    return int(triton.cdiv(rank_rows.width, ROWS)) + 1
+
+
+def num_pairs(rank_rows: RankRows) -> int:
+    """Slots come in order, so tiles share rows with their neighbours alone."""
+    token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
+    return int(triton.cdiv(len(rank_rows.rows), ROWS) + span(rank_rows) * token_tiles)
+
+
+def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:
+    """Room for the h of a: (slices, rows, in)."""
+    parts, dtype = h_form(a.dtype)
+    shape = (parts, a.shape[0], num_pairs(rank_rows), TOKENS, ROWS)
+    return torch.empty(shape, dtype=dtype, device=a.device)
+
+
+def delta_args(delta: Delta) -> dict[str, Any]:
+    """What the kernels that expand take of a delta, by name."""
+    rank_rows, parts, num_slices = delta.rank_rows, delta.h.shape[0], delta.h.shape[1]
+    assert delta.h.is_contiguous()
+    assert delta.b.stride(1) == 1
+    return {
+        "h": delta.h,
+        "b": delta.b,
+        "order": rank_rows.order,
+        "first": rank_rows.first,
+        "last": rank_rows.last,
+        "magnitudes": rank_rows.magnitudes,
+        "rows": rank_rows.rows,
+        "num_tokens": len(rank_rows.order),
+        "span": span(rank_rows),
+        "h_part_stride": delta.h.stride(0),
+        "h_slice_stride": delta.h.stride(1),
+        "b_row_stride": delta.b.stride(0),
+        "SLICES": num_slices,
+        "PARTS": parts,
+        "PRECISION": precision(delta.b.dtype),
+        "BLOCK_M": TOKENS,
+        "BLOCK_R": ROWS,
+    }
+
+
+@triton.jit
+def read_tile(  # type: ignore[no-untyped-def]
+    tile, order, first, last, num_tokens, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """A tile's tokens (M,), which of them there are, their own rows, and the rows of the tile."""
+    positions = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_tile = positions < num_tokens
+    tokens = tl.load(order + positions, mask=in_tile, other=0).to(tl.int64)
+    own_first = tl.load(first + tokens, mask=in_tile, other=0)
+    own_last = tl.load(last + tokens, mask=in_tile, other=0)
+    low = tl.min(tl.where(own_first < own_last, own_first, 2147483647), 0)
+    return tokens, in_tile, own_first, own_last, low // BLOCK_R * BLOCK_R, tl.max(own_last, 0)
+
+
+@triton.jit
+def scale_base(  # type: ignore[no-untyped-def]
+    y, magnitudes, b, n, in_slice, b_row_stride
+):
+    """y (M, N) by 1 + the magnitudes of each token's adapter, where it has any: (M,) row or -1."""
+    if tl.max(magnitudes, 0) >= 0:
+        at = b + magnitudes.to(tl.int64)[:, None] * b_row_stride + n[None, :]
+        mask = (magnitudes >= 0)[:, None] & in_slice[None, :]
+        y += y * tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def add_expanded(  # type: ignore[no-untyped-def]
+    y,
+    weights,
+    h_tile,
+    h_part_stride,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """y (M, N) + h (M, R) · weights (R, N), float32 but for the weights."""
+    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    if PRECISION == "tf32":
+        weights = weights.to(tl.float32)
+    y = tl.dot(tl.load(h_tile + place), weights, y, input_precision=PRECISION)
+    if PARTS == 2:
+        y = tl.dot(tl.load(h_tile + h_part_stride + place), weights, y)
+    return y
