@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
+MAX_BLEND = 8  # the most adapters that one request may blend
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -59,6 +60,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     sampling: SamplingParams
     adapter_id: int = 0  # 0: the base model
     eos_token_ids: tuple[int, ...] = ()
+    blend: tuple[tuple[int, float], ...] = ()  # instead: (adapter id, weight ≠ 0), ids ascending
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -99,6 +101,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     dtype: str
     memory: dict[str, int] = {}  # bytes by part: weights, adapter_pool, kv_cache, graphs
+    max_blend_rows: int = 0  # the most rows that the adapters of one blend may have together
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +129,8 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     modules: list[str]
     num_bytes: int
     seconds: dict[str, float] = {}  # by stage: read, check
+    num_rows: int = 0  # rows of the pool that it takes: its rank, and one more with biases
+    blendable: bool = True  # a weighted sum with others means something
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
