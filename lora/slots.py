@@ -29,19 +29,32 @@ class _Resident:
     assignment: Assignment
     ready: bool = False
     uses: int = 0
-    unloading: bool = False
+    is_transient: bool = False  # it is freed at its last use
 
 
 class SlotManager:
     """Gives slots and rank rows to adapters; evicts the least recently used idle one."""
 
-    def __init__(self, num_slots: int, num_rows: int, max_rank: int) -> None:
-        """`num_slots` counts slot 0, which is never given away, as the pool's row table does."""
+    def __init__(
+        self,
+        num_slots: int,
+        num_rows: int,
+        max_rank: int,
+        *,
+        reserved_slots: int = 1,
+        reserved_rows: int = 0,
+    ) -> None:
+        """`num_slots` counts slot 0, which is never given away, as the pool's row table does.
+
+        Pinned adapters leave so many slots and rows, and at least `max_rank` rows, to the others.
+        """
         if num_slots > 1 and num_rows < max_rank:
             raise ValueError(f"a pool of {num_rows} rows cannot hold an adapter of rank {max_rank}")
         self.num_slots = num_slots
         self.num_rows = num_rows
         self.max_rank = max_rank
+        self._reserved_slots = reserved_slots
+        self._reserved_rows = max(reserved_rows, max_rank)
         self._free_slots = [Slot(slot) for slot in reversed(range(1, num_slots))]
         self._free_rows = list(reversed(range(num_rows)))
         self._ranks: dict[AdapterId, int] = {}
@@ -73,14 +86,22 @@ class SlotManager:
         if self.num_slots < 2 or rank > self.max_rank:
             raise PoolError(f"rank {rank} is larger than the pool takes, which is {self.max_rank}")
         if pinned:
-            pinned_rows = sum(self._ranks[other] for other in self._pinned) + rank
-            if (
-                len(self._pinned) + 2 > self.num_slots - 1
-                or pinned_rows + self.max_rank > self.num_rows
-            ):
-                raise PoolError("pinning this adapter would leave no room for any other")
+            self._check_pin(rank)
             self._pinned.add(adapter_id)
         self._ranks[adapter_id] = rank
+
+    def set_pinned(self, adapter_id: AdapterId, pinned: bool) -> None:
+        """Pin a known adapter, or let it go again. Raises PoolError as `register` does."""
+        if pinned == (adapter_id in self._pinned):
+            return
+        if pinned:
+            self._check_pin(self._ranks[adapter_id])
+            self._pinned.add(adapter_id)
+            self._evictable.pop(adapter_id, None)
+        else:
+            self._pinned.discard(adapter_id)
+            if adapter_id in self._residents:
+                self._settle(adapter_id)
 
     def is_pinned(self, adapter_id: AdapterId) -> bool:
         return adapter_id in self._pinned
@@ -100,10 +121,21 @@ class SlotManager:
             return "host"
         return "gpu" if resident.ready else "loading"
 
-    def assign(self, adapter_id: AdapterId) -> Assignment | None:
+    def uses(self, adapter_id: AdapterId) -> int:
+        resident = self._residents.get(adapter_id)
+        return resident.uses if resident else 0
+
+    def needs(self, adapter_id: AdapterId) -> tuple[int, int]:
+        """Slots and rows that it takes from those `available` once it is used."""
+        if adapter_id in self._residents and adapter_id not in self._evictable:
+            return 0, 0
+        return 1, self._ranks[adapter_id]
+
+    def assign(self, adapter_id: AdapterId, is_transient: bool = False) -> Assignment | None:
         """A slot and as many rows as the adapter's rank, evicting idle adapters if need be.
 
-        None, and nothing is evicted, when slots or rows would not suffice.
+        None, and nothing is evicted, when slots or rows would not suffice. A transient one is not
+        kept for later: its slot is free again after its last use.
         """
         assert adapter_id not in self._residents
         rank = self._ranks[adapter_id]
@@ -115,7 +147,7 @@ class SlotManager:
         assignment = Assignment(
             adapter_id, self._free_slots.pop(), tuple(self._free_rows.pop() for _ in range(rank))
         )
-        self._residents[adapter_id] = _Resident(assignment)
+        self._residents[adapter_id] = _Resident(assignment, is_transient=is_transient)
         return assignment
 
     def loaded(self, slot: Slot) -> AdapterId:
@@ -134,9 +166,7 @@ class SlotManager:
 
     def acquire(self, adapter_id: AdapterId) -> None:
         """One more use: the slot is not evicted until every use is released."""
-        resident = self._residents[adapter_id]
-        assert not resident.unloading
-        resident.uses += 1
+        self._residents[adapter_id].uses += 1
         self._evictable.pop(adapter_id, None)
 
     def release(self, adapter_id: AdapterId) -> None:
@@ -152,7 +182,7 @@ class SlotManager:
         """
         resident = self._residents.get(adapter_id)
         if resident is not None:
-            resident.unloading = True
+            resident.is_transient = True
             self._settle(adapter_id)
         if adapter_id in self._residents:
             return False
@@ -170,10 +200,16 @@ class SlotManager:
         for adapter_id, resident in self._residents.items():
             assert len(resident.assignment.rows) == self._ranks[adapter_id]
             idle = resident.ready and resident.uses == 0
-            assert not (idle and resident.unloading)
+            assert not (idle and resident.is_transient)
             assert (adapter_id in self._evictable) == (idle and adapter_id not in self._pinned)
         assert self._evictable.keys() <= self._residents.keys() <= self._ranks.keys()
         assert self._pinned <= self._ranks.keys()
+
+    def _check_pin(self, rank: int) -> None:
+        pinned_rows = sum(self._ranks[other] for other in self._pinned) + rank
+        no_slot = len(self._pinned) + 1 + self._reserved_slots > self.num_slots - 1
+        if no_slot or pinned_rows + self._reserved_rows > self.num_rows:
+            raise PoolError("pinning this adapter would leave no room for any other")
 
     def _loading_in(self, slot: Slot) -> tuple[AdapterId, _Resident]:
         for adapter_id, resident in self._residents.items():
@@ -186,7 +222,7 @@ class SlotManager:
         resident = self._residents[adapter_id]
         if not resident.ready or resident.uses > 0:
             return
-        if resident.unloading:
+        if resident.is_transient:
             self._free(adapter_id)
         elif adapter_id not in self._pinned:
             self._evictable[adapter_id] = None

@@ -30,6 +30,8 @@ class AdapterEntry:
     adapter_id: AdapterId
     root: bytes  # its digest: the root of its prefix-cache hashes
     rank: int
+    in_host: bool = True  # else it must be read again before it can be copied to a slot
+    freed_rows: int = 0  # of the pool, by its unloading
     num_waiting: int = 0
     num_running: int = 0
     waiting_since: float = 0.0  # while it is in the queue
@@ -82,6 +84,22 @@ class AdapterPlaces:
         entry = self._entries[adapter_id]
         ready = adapter_id == BASE or self._slots.is_ready(adapter_id)
         return entry.slot if ready and entry not in self._yielding else None
+
+    # --- host memory ---
+
+    def set_in_host(self, adapter_id: AdapterId, in_host: bool) -> None:
+        self._entries[adapter_id].in_host = in_host
+
+    def can_leave_host(self, adapter_id: AdapterId) -> bool:
+        """Its host copy can be dropped: nobody waits for the adapter, or it is in the pool."""
+        entry = self._entries[adapter_id]
+        if self._slots.is_pinned(adapter_id):
+            return False
+        return entry.is_idle or self._slots.is_ready(adapter_id)
+
+    def wanted(self) -> list[AdapterId]:
+        """Adapters with requests that must be read from disk first, in order of waiting."""
+        return [entry.adapter_id for entry in self._queue.values() if self._is_on_disk(entry)]
 
     # --- what happens to requests ---
 
@@ -140,6 +158,8 @@ class AdapterPlaces:
         for entry in list(self._queue.values()):
             if len(self._places) == self._max_loras:
                 break
+            if self._is_on_disk(entry):
+                continue
             if self._slots.slot_of(entry.adapter_id) is None:
                 assignment = self._slots.assign(entry.adapter_id)
                 if assignment is None and self._is_overdue(entry, now):
@@ -166,11 +186,7 @@ class AdapterPlaces:
 
     def take_unloaded(self) -> list[AdapterEntry]:
         """Adapters whose last request has ended, and whose slot is free. They are forgotten."""
-        gone = [
-            adapter_id
-            for adapter_id in self._unloading
-            if self._entries[adapter_id].is_idle and self._slots.unload(adapter_id)
-        ]
+        gone = [adapter_id for adapter_id in self._unloading if self._is_gone(adapter_id)]
         self._unloading.difference_update(gone)
         return [self._entries.pop(adapter_id) for adapter_id in gone]
 
@@ -196,6 +212,15 @@ class AdapterPlaces:
                 assert entry.slot is not None or entry.num_running == 0
                 assert entry.slot is None or self._slots.slot_of(adapter_id) == entry.slot
 
+    def _is_gone(self, adapter_id: AdapterId) -> bool:
+        entry = self._entries[adapter_id]
+        if self._slots.slot_of(adapter_id) is not None:
+            entry.freed_rows = entry.rank
+        return entry.is_idle and self._slots.unload(adapter_id)
+
+    def _is_on_disk(self, entry: AdapterEntry) -> bool:
+        return not entry.in_host and self._slots.slot_of(entry.adapter_id) is None
+
     def _is_overdue(self, entry: AdapterEntry, now: float) -> bool:
         return now - entry.waiting_since > self._wait_limit
 
@@ -209,6 +234,8 @@ class AdapterPlaces:
         for entry in self._queue.values():
             if not self._is_overdue(entry, now):
                 break
+            if self._is_on_disk(entry):
+                continue
             is_resident = self._slots.slot_of(entry.adapter_id) is not None
             needed_slots, needed_rows = (0, 0) if is_resident else (1, entry.rank)
             while places < 1 or slots < needed_slots or rows < needed_rows:

@@ -10,9 +10,10 @@ steps are dropped. The prefix cache gets only what an applied step has computed.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 
-from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, AdapterId
 from lorakeet.lora.slots import SlotManager
 from lorakeet.server.engine.adapters import AdapterPlaces
 from lorakeet.server.engine.blocks import BlockManager, HashChain
@@ -36,6 +37,15 @@ from lorakeet.server.engine.step import (
 )
 
 
+@dataclass(frozen=True)
+class Unloaded:
+    """What the unloading of an adapter has freed."""
+
+    adapter_id: AdapterId
+    num_rows: int  # of the pool
+    num_blocks: int  # of the KV cache: prefixes that nobody can use any more
+
+
 class Scheduler:
     """Owns sequences, KV blocks and adapter slots."""
 
@@ -46,7 +56,8 @@ class Scheduler:
         self.blocks = BlockManager(
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
-        self.slots = SlotManager(config.num_slots, config.num_rows, config.max_lora_rank)
+        most_rows = min(config.max_lora_rank + MAX_EXTRA_ROWS, config.num_rows)
+        self.slots = SlotManager(config.num_slots, config.num_rows, most_rows)
         self.adapters = AdapterPlaces(
             self.slots, config.max_loras, config.adapter_wait_limit, config.adapter_quantum
         )
@@ -83,13 +94,19 @@ class Scheduler:
         """Take no more requests for it; `take_unloaded` tells when its last one has ended."""
         self.adapters.unload(adapter_id)
 
-    def take_unloaded(self) -> list[AdapterId]:
+    def take_unloaded(self) -> list[Unloaded]:
         """Removed adapters that nothing uses any more: their host memory can be freed."""
-        entries = self.adapters.take_unloaded()
-        for entry in entries:
-            if not self.adapters.holds_root(entry.root):
-                self.blocks.forget(entry.root)
-        return [entry.adapter_id for entry in entries]
+        unloaded = []
+        for entry in self.adapters.take_unloaded():
+            shared = self.adapters.holds_root(entry.root)
+            num_blocks = 0 if shared else self.blocks.forget(entry.root)
+            unloaded.append(Unloaded(entry.adapter_id, entry.freed_rows, num_blocks))
+        return unloaded
+
+    def fail_adapter(self, adapter_id: AdapterId, error: str) -> list[RequestOutput]:
+        """End the requests that wait for an adapter which cannot be brought to the pool."""
+        failed = [sequence for sequence in self._waiting if sequence.adapter_id == adapter_id]
+        return [self._finish(sequence, "error", error) for sequence in failed]
 
     def add(self, request: AddRequest) -> None:
         """Raises ValueError for a request that could never run, UnknownAdapterError."""
@@ -145,8 +162,7 @@ class Scheduler:
         outputs = []
         for slot, error in result.load_errors.items():
             adapter_id = self.adapters.load_failed(slot, self._clock())
-            failed = [seq for seq in self._waiting if seq.adapter_id == adapter_id]
-            outputs += [self._finish(sequence, "error", error) for sequence in failed]
+            outputs += self.fail_adapter(adapter_id, error)
         sampled_by_id = {sampled.seq_id: sampled for sampled in result.sampled}
         for chunk in step.sequences:
             sequence = self._running.get(chunk.seq_id)
