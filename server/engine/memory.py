@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lorakeet.configs.settings import Settings, SettingsError
-from lorakeet.lora.adapter import GroupSpec
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, GroupSpec
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
@@ -64,7 +64,7 @@ def pool_rows(
     if settings.lora_memory is not None:
         rows = settings.lora_memory // row_bytes
     else:
-        wanted = settings.max_loras * settings.max_lora_rank
+        wanted = settings.max_loras * (settings.max_lora_rank + MAX_EXTRA_ROWS)
         rows = min(wanted, free_memory(device) // 4 // row_bytes)
     if rows < settings.max_lora_rank:
         needed = -(-settings.max_lora_rank * row_bytes // MiB)

@@ -175,7 +175,7 @@ class Wrapped:
         for slot, (name, options) in enumerate(ADAPTER_KINDS.items(), start=1):
             path = make_adapter(folder / name, self.folder, seed=slot, **options)
             adapter = read(path, self.folder)
-            self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.rank)], adapter)
+            self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.num_rows)], adapter)
             self.adapters[name], self.slots[name] = path, slot
         wrap_model(self.model, self.pool, backend or make_backend("cpu"))
 

@@ -80,7 +80,7 @@ class StepEngine:
         adapter_id = AdapterId(self._next_adapter)
         self._next_adapter += 1
         adapter = self.runner.host_store.load(adapter_id, path).result(timeout=60)
-        self.scheduler.add_adapter(adapter_id, adapter.digest, adapter.rank)
+        self.scheduler.add_adapter(adapter_id, adapter.digest, adapter.num_rows)
         return adapter_id
 
     def add(self, name: str, prompt: list[int], adapter_id: int = 0, **sampling: Any) -> None:
