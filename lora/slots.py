@@ -115,6 +115,13 @@ class SlotManager:
         resident = self._residents.get(adapter_id)
         return resident is not None and resident.ready
 
+    def loading_in(self, slot: Slot) -> AdapterId:
+        """The adapter that is being loaded into the slot."""
+        for adapter_id, resident in self._residents.items():
+            if resident.assignment.slot == slot and not resident.ready:
+                return adapter_id
+        raise AssertionError(f"slot {slot} is not loading")
+
     def tier(self, adapter_id: AdapterId) -> Literal["host", "loading", "gpu"]:
         resident = self._residents.get(adapter_id)
         if resident is None:
@@ -152,15 +159,15 @@ class SlotManager:
 
     def loaded(self, slot: Slot) -> AdapterId:
         """The copy into a loading slot is complete. Returns the adapter that is in it."""
-        adapter_id, resident = self._loading_in(slot)
-        resident.ready = True
+        adapter_id = self.loading_in(slot)
+        self._residents[adapter_id].ready = True
         self._settle(adapter_id)
         return adapter_id
 
     def failed(self, slot: Slot) -> AdapterId:
         """The copy into a loading slot has failed: slot and rows are free. Nobody may use it."""
-        adapter_id, resident = self._loading_in(slot)
-        assert resident.uses == 0
+        adapter_id = self.loading_in(slot)
+        assert self._residents[adapter_id].uses == 0
         self._free(adapter_id)
         return adapter_id
 
@@ -210,12 +217,6 @@ class SlotManager:
         no_slot = len(self._pinned) + 1 + self._reserved_slots > self.num_slots - 1
         if no_slot or pinned_rows + self._reserved_rows > self.num_rows:
             raise PoolError("pinning this adapter would leave no room for any other")
-
-    def _loading_in(self, slot: Slot) -> tuple[AdapterId, _Resident]:
-        for adapter_id, resident in self._residents.items():
-            if resident.assignment.slot == slot and not resident.ready:
-                return adapter_id, resident
-        raise AssertionError(f"slot {slot} is not loading")
 
     def _settle(self, adapter_id: AdapterId) -> None:
         """What becomes of a slot that is perhaps idle now."""

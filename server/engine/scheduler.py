@@ -10,11 +10,12 @@ steps are dropped. The prefix cache gets only what an applied step has computed.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from lorakeet.lora.adapter import MAX_EXTRA_ROWS, AdapterId
 from lorakeet.lora.slots import SlotManager
+from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.adapters import AdapterPlaces
 from lorakeet.server.engine.blocks import BlockManager, HashChain
 from lorakeet.server.engine.messages import (
@@ -64,7 +65,7 @@ class Scheduler:
         self._clock = clock
         self._next_seq_id = 0
         self._by_request: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # in order of arrival
+        self._waiting: dict[AdapterId, list[Sequence]] = {}  # in order of arrival, none empty
         self._running: dict[SequenceId, Sequence] = {}
         self._released: list[SequenceId] = []  # for the runner to forget
         self._prefix_queries = 0
@@ -98,14 +99,15 @@ class Scheduler:
         """Removed adapters that nothing uses any more: their host memory can be freed."""
         unloaded = []
         for entry in self.adapters.take_unloaded():
-            shared = self.adapters.holds_root(entry.root)
-            num_blocks = 0 if shared else self.blocks.forget(entry.root)
+            root = entry.content.root
+            num_blocks = 0 if self.adapters.holds_root(root) else self.blocks.forget(root)
             unloaded.append(Unloaded(entry.adapter_id, entry.freed_rows, num_blocks))
         return unloaded
 
     def fail_adapter(self, adapter_id: AdapterId, error: str) -> list[RequestOutput]:
         """End the requests that wait for an adapter which cannot be brought to the pool."""
-        failed = [sequence for sequence in self._waiting if sequence.adapter_id == adapter_id]
+        users = self.adapters.users(adapter_id)
+        failed = [sequence for user in users for sequence in self._waiting.get(user, ())]
         return [self._finish(sequence, "error", error) for sequence in failed]
 
     def add(self, request: AddRequest) -> None:
@@ -118,16 +120,17 @@ class Scheduler:
             )
         if request.request_id in self._by_request:
             raise ValueError(f"request {request.request_id} is there already")
-        root = self.adapters.root_for_request(AdapterId(request.adapter_id))
+        entry, start = self._entry_for(request)
         sequence = Sequence(
             SequenceId(self._next_seq_id),
             request,
-            HashChain(root, self.config.block_size),
+            HashChain(replace(entry.content, start=start), self.config.block_size),
             self.config.max_model_len,
+            entry.adapter_id,
         )
         self._next_seq_id += 1
         self._by_request[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._enqueue(sequence)
         self.adapters.add_waiting(sequence.adapter_id, self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -180,7 +183,7 @@ class Scheduler:
         """All but `slot_load_seconds`, which the loop collects."""
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._by_request) - len(self._running),
             kv_blocks_used=self.blocks.num_used_blocks,
             kv_blocks_total=self.blocks.num_blocks,
             prefix_cache_queries=self._prefix_queries,
@@ -196,6 +199,26 @@ class Scheduler:
         """Assert that all books agree: for tests, and for when the engine is idle."""
         self.blocks.check(sequence.block_ids for sequence in self._running.values())
         self.adapters.check()
+
+    # --- the queue ---
+
+    def _entry_for(self, request: AddRequest) -> tuple[AdapterEntry, int]:
+        """Whose sequence it is, and which token is the first with the adapter."""
+        if not request.blend:
+            return self.adapters.entry_for(AdapterId(request.adapter_id), request.prompt)
+        if len(request.blend) > self.config.max_blend:
+            raise ValueError(f"a blend has at most {self.config.max_blend} adapters")
+        return self.adapters.blend_for(request.blend, self.config.max_blend_rows), 0
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        queue = self._waiting.setdefault(sequence.adapter_id, [])
+        insort(queue, sequence, key=attrgetter("seq_id"))
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        queue = self._waiting[sequence.adapter_id]
+        queue.remove(sequence)
+        if not queue:
+            del self._waiting[sequence.adapter_id]
 
     # --- parts of schedule ---
 
@@ -228,44 +251,45 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, now: float) -> None:
-        """Start waiting sequences in order of arrival, passing over those without a slot.
+        """Start waiting sequences: those of the adapter with the least service first.
 
         One that lacks blocks is not passed: it would wait for ever behind smaller ones.
         """
-        for sequence in self._waiting:
-            if plan.budget == 0 or len(self._running) >= self.config.max_num_seqs:
-                break
-            slot = self.adapters.runnable_slot(sequence.adapter_id)
-            if slot is None:
-                continue
+        while plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
+            entry = self.adapters.next_to_start()
+            if entry is None:
+                return
+            assert entry.slot is not None
+            sequence = self._waiting[entry.adapter_id][0]
             found = []
             if sequence.reads_prefix_cache:
                 found = self.blocks.lookup(sequence.chain, sequence.token_ids)
             if not self.blocks.fits(found, len(sequence.token_ids)):
-                break
+                return
             self._start(sequence, found, now)
-            plan.start(sequence, slot)
+            plan.start(sequence, entry.slot)
             self._plan_chunk(plan, sequence)
-        if plan.new:
-            self._waiting = [seq for seq in self._waiting if seq.seq_id not in self._running]
 
     def _start(self, sequence: Sequence, found: list[BlockId], now: float) -> None:
         self.blocks.share(found)
-        self.adapters.start(sequence.adapter_id, now)
+        self._dequeue(sequence)
         self._running[sequence.seq_id] = sequence
         sequence.block_ids = found
         sequence.num_computed_tokens = len(found) * self.config.block_size
+        num_new_tokens = 0
         if sequence.num_cached_tokens is None:  # not after a preemption
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            num_new_tokens = sequence.num_prompt_tokens - sequence.num_cached_tokens
             if sequence.reads_prefix_cache:
                 self._prefix_queries += sequence.num_prompt_tokens
                 self._prefix_hits += sequence.num_cached_tokens
+        self.adapters.start(sequence.adapter_id, now, num_new_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in its old place; what it has computed stays in the prefix cache."""
         self._stop(sequence)
         self.adapters.preempt(sequence.adapter_id)
-        insort(self._waiting, sequence, key=lambda seq: seq.seq_id)
+        self._enqueue(sequence)
         self._num_preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
@@ -309,7 +333,7 @@ class Scheduler:
             sequence.collect_prompt_logprobs(chunk.start, scores)
         if chunk.end < len(sequence.token_ids):
             return None
-        self.adapters.progress(sequence.adapter_id)
+        self.adapters.progress(sequence.adapter_id, num_tokens=int(chunk.samples))
         stop_token = None
         if chunk.samples:
             assert sampled is not None
@@ -336,5 +360,5 @@ class Scheduler:
             self._stop(sequence)
             self.adapters.remove_running(sequence.adapter_id, now)
         else:
-            self._waiting.remove(sequence)
+            self._dequeue(sequence)
             self.adapters.remove_waiting(sequence.adapter_id, now)

@@ -806,7 +806,7 @@ def test_a_wrong_prefix_hit_would_show() -> None:
     """The toy engine can see what it is there for: with one root for all, tokens are wrong."""
     engine, (a,) = engine_with(5)
     entries = engine.scheduler.adapters._entries
-    entries[a].root = entries[AdapterId(0)].root
+    entries[a].content = entries[AdapterId(0)].content
     engine.add("base", prompt_of(20))
     engine.run()
     engine.add("a", prompt_of(20), a)
