@@ -1,6 +1,6 @@
 """The modules of a PEFT file → an `Adapter` in canonical form, checked against the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,33 +38,6 @@ def check_fit(found: PeftTensors, specs: Sequence[GroupSpec]) -> None:
                     f"for this model it must be {wanted}"
                 )
     _check_fused(found.modules, specs)
-    for name, copy in found.base_copies.items():
-        vocab = by_name["embed_tokens"].input_size
-        hidden = by_name["lm_head"].input_size
-        if copy.shape[0] != vocab:
-            raise AdapterError(
-                f"{name}: the file has a vocabulary of {copy.shape[0]} tokens, "
-                f"the model one of {vocab}: added tokens are not supported"
-            )
-        if copy.shape[1] != hidden:
-            raise AdapterError(f"{name}: hidden size {copy.shape[1]}, the model has {hidden}")
-
-
-def check_base_copies(found: PeftTensors, base_weights: Mapping[str, Tensor] | None) -> None:
-    """PEFT writes an adapted embedding's own weights beside its factors: they must be the base's.
-
-    `base_weights`: the model's "embed_tokens" and "lm_head", each (vocab, hidden), on any device.
-    Raises AdapterError where the file, whose sizes fit, holds other values, or there is nothing to
-    compare with.
-    """
-    for name, copy in found.base_copies.items():
-        if base_weights is None:
-            raise AdapterError(f"{name}: the file holds its weights; there is no model to compare")
-        if not _equal(copy, base_weights[name]):
-            raise AdapterError(
-                f"{name}: the file holds weights that differ from the base model's: "
-                "modules_to_save is not supported"
-            )
 
 
 def pack(
@@ -153,12 +126,3 @@ def _check_fused(modules: Sequence[LoRAModule], specs: Sequence[GroupSpec]) -> N
             for name in spec.slice_names:
                 if name != spec.name and {(layer, name), (layer, spec.name)} <= present:
                     raise AdapterError(f"layer {layer} has both {spec.name} and {name}")
-
-
-def _equal(copy: Tensor, base: Tensor) -> bool:
-    """In blocks of rows: the model may be on a device with little memory left."""
-    rows = 4096
-    return all(
-        torch.equal(copy[i : i + rows].to(base.device, base.dtype), base[i : i + rows])
-        for i in range(0, copy.shape[0], rows)
-    )

@@ -1,14 +1,15 @@
 """What an adapter folder holds, for people: `lorakeet adapters check`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lorakeet.lora.adapter import GroupSpec
 from lorakeet.lora.canonical import check_fit, check_rank
 from lorakeet.lora.peft_config import Scaling
-from lorakeet.lora.peft_files import max_weights_bytes, read_files
+from lorakeet.lora.peft_files import check_not_empty, max_weights_bytes, read_files
 from lorakeet.lora.peft_tensors import parse_tensors
+from lorakeet.lora.peft_vocabulary import fit_modules, split_vocabulary
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Description:
     num_parameters: int
     num_bytes: int  # of the LoRA tensors, in the file
     base_model: str | None  # that the config names
-    base_copies: tuple[str, ...]  # base weights in the file: loads only if they are the model's
+    own_rows: dict[str, int]  # by module: whole rows in the file, in place of the base model's
 
     def lines(self) -> Iterator[str]:
         """The description as text."""
@@ -44,19 +45,22 @@ class Description:
                 f"{module.name:<12} rank {scaling.rank}, alpha {scaling.alpha:g}, "
                 f"scale {scaling.scale:g}, layers {_ranges(module.layers)}"
             )
-        for name in self.base_copies:
-            yield f"{name:<12} a copy of the base model's weights: must equal them to load"
+        for name, count in self.own_rows.items():
+            yield f"{name:<12} {count:,} rows in place of the model's (none where they are equal)"
 
 
 def describe(folder: Path, specs: Sequence[GroupSpec], *, max_rank: int) -> Description:
     """Read an adapter folder and check it as `read_adapter` does, but for what needs the model's
-    weights: the values of `base_copies`, and whether all fits the model's dtype.
+    weights: which of its own rows differ, and whether all fits the model's dtype.
 
     Raises AdapterNotFoundError and AdapterError.
     """
     config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
+    own, tensors = split_vocabulary(config, tensors)
     found = parse_tensors(config, tensors)
+    check_not_empty(found, own)
     check_rank(found, max_rank)
+    found = replace(found, modules=fit_modules(found.modules, own, specs))
     check_fit(found, specs)
     factors = [tensor for module in found.modules for tensor in (module.a, module.b)]
     layers: dict[tuple[str, Scaling], list[int]] = {}
@@ -73,7 +77,7 @@ def describe(folder: Path, specs: Sequence[GroupSpec], *, max_rank: int) -> Desc
         num_parameters=sum(factor.numel() for factor in factors),
         num_bytes=sum(factor.nbytes for factor in factors),
         base_model=config.base_model_name_or_path,
-        base_copies=tuple(sorted(found.base_copies)),
+        own_rows=own.num_rows,
     )
 
 

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lorakeet.lora.adapter import AdapterError
@@ -21,8 +21,10 @@ _IGNORED = frozenset(
     " revision runtime_config target_modules task_type".split()
 )
 _READ = frozenset(
-    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split()
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights"
+    " modules_to_save trainable_token_indices".split()
 )
+REPLACEABLE = ("embed_tokens", "lm_head")  # modules that an adapter may bring whole, or rows of
 # Start values that leave the base weights alone; "pissa", "olora", "corda", "loftq" and "lora_ga"
 # subtract something from them, so that the tensors mean nothing without the changed base.
 _HARMLESS_INIT = ("gaussian", "eva", "orthogonal")
@@ -57,6 +59,8 @@ class PeftConfig:
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
     base_model_name_or_path: str | None = None
+    modules_to_save: frozenset[str] = frozenset()  # of REPLACEABLE
+    trainable_token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def resolve(self, paths: Iterable[str]) -> dict[str, Scaling]:
         """Rank, alpha and scale of the modules at paths like "model.layers.1.self_attn.q_proj".
@@ -102,6 +106,8 @@ def parse_config(data: bytes) -> PeftConfig:
         rank_pattern=_pattern("rank_pattern", fields, _rank),
         alpha_pattern=_pattern("alpha_pattern", fields, _alpha),
         base_model_name_or_path=base if isinstance(base, str) else None,
+        modules_to_save=_modules_to_save(fields.get("modules_to_save")),
+        trainable_token_indices=_token_indices(fields.get("trainable_token_indices")),
     )
 
 
@@ -149,6 +155,38 @@ def _rank(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _bad(name, value, "a positive integer")
     return value
+
+
+def _modules_to_save(value: object) -> frozenset[str]:
+    names = value or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _bad("modules_to_save", value, "a list of names")
+    return frozenset(_replaceable("modules_to_save", name) for name in names)
+
+
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    """By module; a plain list is the embedding's, as in PEFT."""
+    by_module = value if isinstance(value, dict) else {"embed_tokens": value} if value else {}
+    found = {}
+    for name, indices in by_module.items():
+        if not (
+            isinstance(indices, list)
+            and all(type(index) is int and 0 <= index < 2**31 for index in indices)
+            and len(set(indices)) == len(indices) > 0
+        ):
+            raise _bad("trainable_token_indices", value, "lists of different token ids")
+        found[_replaceable("trainable_token_indices", name)] = tuple(indices)
+    return found
+
+
+def _replaceable(field_name: str, module: str) -> str:
+    name = module.rpartition(".")[2]
+    if name not in REPLACEABLE:
+        raise AdapterError(
+            f"{CONFIG_NAME}: {field_name} {shorten(module)} is not supported: "
+            f"only {' and '.join(REPLACEABLE)} can be replaced"
+        )
+    return name
 
 
 def _alpha(name: str, value: object) -> float:

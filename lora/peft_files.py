@@ -11,6 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
@@ -18,9 +19,16 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
-from lorakeet.lora.canonical import check_base_copies, check_fit, check_rank, pack
+from lorakeet.lora.canonical import check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
-from lorakeet.lora.peft_tensors import parse_tensors
+from lorakeet.lora.peft_tensors import PeftTensors, parse_tensors
+from lorakeet.lora.peft_vocabulary import (
+    VocabularyTensors,
+    fit_modules,
+    resolve_vocabulary,
+    split_vocabulary,
+    with_vocabulary,
+)
 
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -43,7 +51,7 @@ def read_adapter(
     """Read a PEFT LoRA folder, check it against the model, and return its canonical weights.
 
     `base_weights`, the model's "embed_tokens" and "lm_head" (vocab, hidden), are compared with the
-    copies of them that PEFT writes for adapters of these two; without them such a file is refused.
+    tables that the file has for these two; without them such a file is refused.
     `base_model` is the name of the model served: another name in the config is a warning in the
     log. `on_stage` is told the seconds of each stage: "read" and "check".
 
@@ -53,12 +61,16 @@ def read_adapter(
     config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
     read = time.monotonic()
     on_stage("read", read - start)
+    own, tensors = split_vocabulary(config, tensors)
     found = parse_tensors(config, tensors)
+    check_not_empty(found, own)
     check_rank(found, max_rank)
+    vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
+    found = replace(found, modules=fit_modules(found.modules, own, specs))
     check_fit(found, specs)
-    check_base_copies(found, base_weights)
     _warn_of_other_base(folder, config, base_model)
     adapter = pack(found, specs, dtype, pin_memory=pin_memory)
+    adapter = with_vocabulary(adapter, vocabulary, pin_memory)
     on_stage("check", time.monotonic() - read)
     return adapter
 
@@ -76,18 +88,26 @@ def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tens
     return config, tensors
 
 
+def check_not_empty(found: PeftTensors, own: VocabularyTensors) -> None:
+    """Raise AdapterError for a file that changes nothing."""
+    if not (found.modules or own):
+        raise AdapterError("there is no LoRA tensor in the file")
+
+
 def max_weights_bytes(specs: Sequence[GroupSpec], max_rank: int) -> int:
     """What a file for this model may weigh.
 
-    Float32, copies of embedding and head included, and factors of several times the largest rank,
-    so that the usual fault, a rank over the limit, is named and not just called too large.
+    Float32, three copies of embedding and head (PEFT writes as many of what it trains once the
+    vocabulary was resized), the vocabulary an eighth larger than the model's, and factors of
+    several times the largest rank, so that the usual fault, a rank over the limit, is named and not
+    just called too large.
     """
     per_rank = sum(
         spec.num_layers * (len(spec.slice_names) * spec.input_size + spec.output_size)
         for spec in specs
     )
     copies = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
-    return 4 * (8 * max_rank * per_rank + copies) + 2**24
+    return 4 * (8 * max_rank * per_rank + 3 * copies * 9 // 8) + 2**24
 
 
 def _check_folder(folder: Path) -> None:

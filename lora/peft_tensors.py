@@ -13,16 +13,16 @@ from torch import Tensor
 from lorakeet.lora.adapter import AdapterError
 from lorakeet.lora.peft_config import PeftConfig, Scaling, shorten
 
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # Around the decoder: plain, both forms of a multimodal parent, or saved from the bare decoder.
+PARENT = r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
 _KEY = re.compile(
-    r"(?P<path>(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
+    rf"(?P<path>{PARENT}"
     r"(?:layers\.(?P<layer>0|[1-9][0-9]{0,5})\."
     r"(?:self_attn\.(?P<attention>[qkvo]_proj|qkv_proj)|mlp\.(?P<mlp>(?:gate|up|down|gate_up)_proj))"
     r"|(?P<outer>embed_tokens|lm_head)))"
     r"\.(?:lora_(?P<linear>[AB])(?:\.default)?\.weight"
-    r"|lora_embedding_(?P<embedding>[AB])(?:\.default)?"
-    r"|(?P<base>(?:base_layer\.)?weight))"
+    r"|lora_embedding_(?P<embedding>[AB])(?:\.default)?)"
 )
 
 _Place = tuple[int, str]  # layer and name of a module
@@ -42,15 +42,14 @@ class LoRAModule:
 
 @dataclass(frozen=True)
 class PeftTensors:
-    """All that a file holds: nothing of it was left out."""
+    """All that a file holds, but for whole rows of embedding and head: see peft_vocabulary.py."""
 
     modules: tuple[LoRAModule, ...]  # sorted by layer and name
-    base_copies: dict[str, Tensor]  # weights "embed_tokens" and "lm_head", when PEFT put them in
     digest: str  # sha256 over the modules: names, scales, and every byte of their tensors
 
     @property
     def rank(self) -> int:
-        return max(module.scaling.rank for module in self.modules)
+        return max((module.scaling.rank for module in self.modules), default=0)
 
 
 def parse_tensors(config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftTensors:
@@ -62,41 +61,32 @@ def parse_tensors(config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftTens
     matches = {key: _match(key) for key in tensors}
     if unknown := [key for key, match in matches.items() if match is None]:
         raise AdapterError(_unknown_message(unknown))
-    halves: dict[_Place, dict[str, str]] = {}  # "A", "B" or "base" → key
+    halves: dict[_Place, dict[str, str]] = {}  # "A" or "B" → key
     paths: dict[_Place, str] = {}
     for key, match in matches.items():
         assert match is not None
         place = (int(match["layer"] or 0), match["attention"] or match["mlp"] or match["outer"])
-        side = match["linear"] or match["embedding"] or "base"
+        side = match["linear"] or match["embedding"]
         if (
             side in halves.setdefault(place, {})
             or paths.setdefault(place, match["path"]) != (match["path"])
         ):
             raise AdapterError(f"{shorten(key)} is there twice, under two names")
         halves[place][side] = key
-    base_copies = {
-        place[1]: tensors[half.pop("base")] for place, half in halves.items() if "base" in half
-    }
-    for name, tensor in base_copies.items():
-        _check_tensor(name, tensor)
-    adapted = sorted(place for place, half in halves.items() if half)
-    if not adapted:
-        raise AdapterError(f"there is no LoRA tensor among the {len(tensors)} of the file")
+    adapted = sorted(halves)
     scalings = config.resolve(paths[place] for place in adapted)
     modules = tuple(
         _pair(paths[place], place, halves[place], tensors, scalings[paths[place]])
         for place in adapted
     )
-    return PeftTensors(modules, base_copies, _digest(modules))
+    return PeftTensors(modules, _digest(modules))
 
 
 def _match(key: str) -> re.Match[str] | None:
-    """An embedding has embedding factors, other layers linear ones; base weights only the outer."""
-    match = _KEY.fullmatch(key.removeprefix(_PEFT_PREFIX))
+    """An embedding has embedding factors, other layers linear ones."""
+    match = _KEY.fullmatch(key.removeprefix(PEFT_PREFIX))
     if match is None:
         return None
-    if match["base"]:
-        return match if match["outer"] else None
     return match if bool(match["embedding"]) == (match["outer"] == "embed_tokens") else None
 
 
@@ -122,7 +112,7 @@ def _pair(
             raise AdapterError(f"{shorten(half[other])} is there without its {side}")
     for side, axis in (("A", 0), ("B", 1)):
         key, tensor = half[side], tensors[half[side]]
-        _check_tensor(key, tensor)
+        check_tensor(key, tensor)
         if tensor.shape[axis] != scaling.rank:
             raise AdapterError(
                 f"{shorten(key)} has rank {tensor.shape[axis]} (shape {tuple(tensor.shape)}), "
@@ -132,7 +122,7 @@ def _pair(
     return LoRAModule(path, name, layer, scaling, tensors[half["A"]], tensors[half["B"]])
 
 
-def _check_tensor(key: str, tensor: Tensor) -> None:
+def check_tensor(key: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise AdapterError(f"{shorten(key)} is not a plain tensor")
     if not tensor.is_floating_point():

@@ -80,16 +80,26 @@ class VocabularyStore:
     def clear(self, slot: Slot) -> None:
         self._by_slot.pop(slot, None)
 
-    def batch(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
-        """For a pass with rows in `slots` (T,); None when no row has a vocabulary of its own."""
-        present = [slot for slot in self._by_slot if slot in slots]
-        if not present:
-            return None
+    def for_embedding(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
+        """For the token rows of a pass, in `slots` (T,); None when all embeddings are the base's.
+
+        A pass that has one reads it eagerly: its launches depend on the mix of adapters.
+        """
+        own = [slot for slot, one in self._by_slot.items() if one.embed_tokens is not None]
+        return self._batch(slots, own)
+
+    def for_head(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
+        """For rows whose logits are wanted; None when all have just the base's tokens."""
+        return self._batch(slots, list(self._by_slot))
+
+    def _batch(self, slots: NDArray[np.int32], own: list[int]) -> VocabularyBatch | None:
         runs = []
-        for slot in present:
-            rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(self._device)
-            runs.append(VocabularyRun(rows, self._by_slot[slot]))
-        return VocabularyBatch(tuple(runs))
+        for slot in own:
+            rows = np.flatnonzero(slots == slot)
+            if rows.size:
+                run_rows = torch.from_numpy(rows).to(self._device)
+                runs.append(VocabularyRun(run_rows, self._by_slot[slot]))
+        return VocabularyBatch(tuple(runs)) if runs else None
 
     def _to_device(self, part: TokenRows) -> TokenRows:
         ids = part.ids.to(self._device, non_blocking=True)
