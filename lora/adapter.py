@@ -95,6 +95,7 @@ class Adapter:
     groups: dict[str, GroupWeights]
     modules: tuple[str, ...]  # PEFT leaf names that it changes, sorted
     num_bytes: int
+    invocation: tuple[int, ...] = ()  # aLoRA: tokens before the last of these are the base's
     vocabulary: Vocabulary | None = None  # None: it has the model's
 
     @property
@@ -104,6 +105,11 @@ class Adapter:
     @property
     def has_magnitude(self) -> bool:
         return any(group.magnitude is not None for group in self.groups.values())
+
+    @property
+    def blendable(self) -> bool:
+        """Its effect is a sum of rows, the same for every token: it can be one of a weighted sum."""
+        return not (self.has_magnitude or self.vocabulary or self.invocation)
 
     @property
     def num_rows(self) -> int:

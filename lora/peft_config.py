@@ -22,7 +22,7 @@ _IGNORED = frozenset(
 )
 _READ = frozenset(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights"
-    " modules_to_save trainable_token_indices".split()
+    " modules_to_save trainable_token_indices alora_invocation_tokens".split()
 )
 REPLACEABLE = ("embed_tokens", "lm_head")  # modules that an adapter may bring whole, or rows of
 # Start values that leave the base weights alone; "pissa", "olora", "corda", "loftq" and "lora_ga"
@@ -61,6 +61,7 @@ class PeftConfig:
     base_model_name_or_path: str | None = None
     modules_to_save: frozenset[str] = frozenset()  # of REPLACEABLE
     trainable_token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    alora_invocation_tokens: tuple[int, ...] = ()
 
     def resolve(self, paths: Iterable[str]) -> dict[str, Scaling]:
         """Rank, alpha and scale of the modules at paths like "model.layers.1.self_attn.q_proj".
@@ -108,6 +109,7 @@ def parse_config(data: bytes) -> PeftConfig:
         base_model_name_or_path=base if isinstance(base, str) else None,
         modules_to_save=_modules_to_save(fields.get("modules_to_save")),
         trainable_token_indices=_token_indices(fields.get("trainable_token_indices")),
+        alora_invocation_tokens=_invocation(fields),
     )
 
 
@@ -149,6 +151,25 @@ def _refuse_other_kinds(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if value and name not in _IGNORED | _READ:
             raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported")
+
+
+def _invocation(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of an aLoRA (arXiv:2504.12397). As in PEFT, an empty list makes a plain LoRA of it, and it
+    does not go with DoRA; biases and saved modules, which PEFT would apply before the invocation
+    too, are refused."""
+    name = "alora_invocation_tokens"
+    tokens = fields.get(name) or ()
+    if not isinstance(tokens, list | tuple) or any(
+        isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in tokens
+    ):
+        raise _bad(name, tokens, "a list of token ids")
+    if tokens:
+        for other in ("use_dora", "modules_to_save", "trainable_token_indices"):
+            if fields.get(other):
+                raise AdapterError(f"{CONFIG_NAME}: {other} does not go with {name}")
+        if fields.get("bias") not in (None, "none"):
+            raise AdapterError(f"{CONFIG_NAME}: bias {fields['bias']!r} does not go with {name}")
+    return tuple(tokens)
 
 
 def _rank(name: str, value: object) -> int:

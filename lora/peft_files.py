@@ -5,6 +5,7 @@ the process that looks at it. Nothing is unpickled but what torch's weights-only
 """
 
 import errno
+import hashlib
 import io
 import logging
 import os
@@ -71,8 +72,19 @@ def read_adapter(
     _warn_of_other_base(folder, config, base_model)
     adapter = pack(found, specs, dtype, pin_memory=pin_memory)
     adapter = with_vocabulary(adapter, vocabulary, pin_memory)
+    adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
     return adapter
+
+
+def _with_invocation(adapter: Adapter, tokens: tuple[int, ...]) -> Adapter:
+    """An aLoRA. Raises AdapterError for what PEFT does not know as one."""
+    if not tokens:
+        return adapter
+    if "embed_tokens" in adapter.modules or adapter.vocabulary is not None:
+        raise AdapterError("an aLoRA (alora_invocation_tokens) cannot change the embedding")
+    digest = hashlib.sha256(f"{adapter.digest} {tokens}".encode()).hexdigest()
+    return replace(adapter, digest=digest, invocation=tokens)
 
 
 def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tensor]]:

@@ -61,7 +61,7 @@ class LayerWeights:
 class PoolWrite:
     """A copy under way. It keeps the adapter's host memory alive until it is dropped."""
 
-    adapter: Adapter
+    adapter: Adapter | None  # None: nothing was copied from the host
     event: torch.cuda.Event | None  # None: done from the start
 
     def done(self) -> bool:
@@ -147,6 +147,33 @@ class AdapterPool:
                 self._ranks[name][:, slot] = self._to_device(counts)
             event = self._copy_stream.record_event() if self._copy_stream else None
         return PoolWrite(adapter, event)
+
+    @torch.inference_mode()
+    def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
+        """Clear a slot, then let it list the rows of other slots' adapters: no weight is copied.
+
+        `parts`: slot, number of rows and weight of each adapter; the slot's delta is the weighted
+        sum of theirs. They must stay where they are while it is used. Raises ValueError for slots
+        that are not there, and more rows than a slot can list.
+        """
+        for part_slot, _, _ in parts:
+            self._check_slot(part_slot)
+        if (num_rows := sum(count for _, count, _ in parts)) > self.table_width:
+            raise ValueError(f"a blend of {num_rows} rows, limit {self.table_width}")
+        self.clear(slot)
+        with self._changes():
+            start = 0
+            for part_slot, count, weight in parts:
+                own = slice(start, start + count)
+                self.row_table[slot, own] = self.row_table[part_slot, :count]
+                self.row_scales[slot, own] = self.row_scales[part_slot, :count] * weight
+                self.row_offsets[slot, own] = self.row_offsets[part_slot, :count] * weight
+                for ranks in self._ranks.values():
+                    there = ranks[:, part_slot]
+                    ranks[:, slot] = torch.where(there > 0, there + start, ranks[:, slot])
+                start += count
+            event = self._copy_stream.record_event() if self._copy_stream else None
+        return PoolWrite(None, event)
 
     def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
         a, b = self._a[name], self._b[name]

@@ -138,6 +138,12 @@ class AdapterPlaces:
 
     # --- host memory ---
 
+    def knows(self, adapter_id: AdapterId) -> bool:
+        return adapter_id in self._entries
+
+    def knows(self, adapter_id: AdapterId) -> bool:
+        return adapter_id in self._entries
+
     def set_in_host(self, adapter_id: AdapterId, in_host: bool) -> None:
         self._entries[adapter_id].in_host = in_host
 

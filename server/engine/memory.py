@@ -15,6 +15,7 @@ from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.sampler import SamplingRow
 from lorakeet.server.engine.inputs import StepArrays
+from lorakeet.server.engine.messages import MAX_BLEND
 from lorakeet.server.engine.messages import MAX_LOGPROBS as MAX_LOGPROBS  # the runner too
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,15 @@ def pool_rows(
 
 
 def pool_slots(settings: Settings, num_rows: int) -> int:
-    """Slots of the pool, slot 0 included: adapters of small rank may be many."""
-    return 1 + max(settings.max_loras, num_rows // 8)
+    """Slots of the pool, slot 0 included: as many as the adapters of running blends can need, and
+    more for idle ones of small rank. A slot itself takes next to no memory."""
+    return 1 + settings.max_loras * (1 + MAX_BLEND) + num_rows // 8
+
+
+def blend_rows(settings: Settings, num_rows: int) -> int:
+    """Rows of the pool that the adapters of one blend may have together."""
+    wanted = settings.max_blend_rank or 2 * settings.max_lora_rank
+    return min(wanted + MAX_BLEND, num_rows)  # each may have a row of biases
 
 
 def check_model_len(settings: Settings, config: ModelConfig) -> None:

@@ -58,7 +58,13 @@ class Scheduler:
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
         most_rows = min(config.max_lora_rank + MAX_EXTRA_ROWS, config.num_rows)
-        self.slots = SlotManager(config.num_slots, config.num_rows, most_rows)
+        self.slots = SlotManager(
+            config.num_slots,
+            config.num_rows,
+            most_rows,
+            reserved_slots=1 + config.max_blend,
+            reserved_rows=config.max_blend_rows,
+        )
         self.adapters = AdapterPlaces(
             self.slots, config.max_loras, config.adapter_wait_limit, config.adapter_quantum
         )
@@ -86,7 +92,12 @@ class Scheduler:
     # --- commands ---
 
     def add_adapter(
-        self, adapter_id: AdapterId, digest: str, rank: int, pinned: bool = False
+        self,
+        adapter_id: AdapterId,
+        digest: str,
+        num_rows: int,
+        pinned: bool = False,
+        invocation: tuple[int, ...] = (),
     ) -> None:
         """An adapter is in host memory. Raises PoolError when the pool can never hold it."""
         self.adapters.register(adapter_id, digest, rank, pinned)
