@@ -141,20 +141,28 @@ class AdapterPlaces:
     def knows(self, adapter_id: AdapterId) -> bool:
         return adapter_id in self._entries
 
-    def knows(self, adapter_id: AdapterId) -> bool:
-        return adapter_id in self._entries
-
     def set_in_host(self, adapter_id: AdapterId, in_host: bool) -> None:
         self._entries[adapter_id].in_host = in_host
 
-    def can_leave_host(self, adapter_id: AdapterId) -> bool:
-        """Its host copy can be dropped: nobody waits for the adapter, or it is in the pool."""
-        entry = self._entries.get(adapter_id)  # None: its first read has just ended
-        return entry is None or entry.is_idle or self._slots.is_ready(adapter_id)
+    def wanted(self) -> list[tuple[AdapterId, tuple[AdapterId, ...]]]:
+        """Adapters with requests that must be read from disk first, in order of waiting; each with
+        all that are needed together with it."""
+        return [
+            (one, entry.components) for entry in self._queue.values() for one in self._on_disk(entry)
+        ]
 
-    def wanted(self) -> list[AdapterId]:
-        """Adapters with requests that must be read from disk first, in order of waiting."""
-        return [one for entry in self._queue.values() for one in self._on_disk(entry)]
+    def kept_in_host(self) -> set[AdapterId]:
+        """What must not leave host memory: who waits for a place has there, or in the pool, all
+        that it needs, or is the first of those that have not."""
+        kept: set[AdapterId] = set()
+        is_first = True
+        for entry in self._queue.values():
+            if self._on_disk(entry):
+                if not is_first:
+                    continue
+                is_first = False
+            kept.update(one for one in entry.components if not self._slots.is_ready(one))
+        return kept
 
     # --- what happens to requests ---
 
@@ -266,8 +274,8 @@ class AdapterPlaces:
                 running[component] += entry.num_running
                 waiting[component] += entry.num_waiting
         return [
-            AdapterState(id_, self._slots.tier(id_), running[id_], waiting[id_])
-            for id_ in self._entries
+            self._state(entry, running[id_], waiting[id_])
+            for id_, entry in self._entries.items()
             if id_ > BASE
         ]
 
@@ -298,6 +306,18 @@ class AdapterPlaces:
         if self._slots.slot_of(adapter_id) is not None:
             entry.freed_rows = entry.num_rows
         return entry.is_idle and self._slots.unload(adapter_id)
+
+    def _state(self, entry: AdapterEntry, running: int, waiting: int) -> AdapterState:
+        is_resident = self._slots.slot_of(entry.adapter_id) is not None
+        in_pool = self._slots.tier(entry.adapter_id)
+        return AdapterState(
+            entry.adapter_id,
+            tier="disk" if not (entry.in_host or is_resident) else in_pool,
+            num_running=running,
+            num_waiting=waiting,
+            in_host=entry.in_host,
+            num_rows=entry.num_rows if is_resident else 0,
+        )
 
     def _forget_blend(self, entry: AdapterEntry) -> None:
         for component in entry.components:
