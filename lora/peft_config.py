@@ -21,13 +21,22 @@ _IGNORED = frozenset(
     " revision runtime_config target_modules task_type".split()
 )
 _READ = frozenset(
-    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights"
-    " modules_to_save trainable_token_indices alora_invocation_tokens".split()
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights use_dora"
+    " lora_bias modules_to_save trainable_token_indices alora_invocation_tokens".split()
 )
 REPLACEABLE = ("embed_tokens", "lm_head")  # modules that an adapter may bring whole, or rows of
-# Start values that leave the base weights alone; "pissa", "olora", "corda", "loftq" and "lora_ga"
-# subtract something from them, so that the tensors mean nothing without the changed base.
-_HARMLESS_INIT = ("gaussian", "eva", "orthogonal")
+_NOT_SUPPORTED = {
+    "layer_replication": "layers used several times",
+    "use_qalora": "QALoRA, which pools its inputs",
+    "target_parameters": "parameters that are no module's weight, as of MoE experts",
+    "use_bdlora": "BD-LoRA's block-diagonal factors",
+    "arrow_config": "a router of several adapters",
+    "kasa_config": "KaSA, which truncates the base weights",
+    "monteclora_config": "MonteCLoRA's sampled factors",
+    "velora_config": "VeLoRA",
+}
+# Start values that leave the base weights alone, and have LoRA's forward pass.
+_HARMLESS_INIT = ("gaussian", "eva", "orthogonal", "mica")
 
 _MAX_PATTERN_KEYS = 10_000
 _MAX_KEY_LENGTH = 256
@@ -56,6 +65,8 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
     base_model_name_or_path: str | None = None
@@ -96,14 +107,16 @@ def parse_config(data: bytes) -> PeftConfig:
     """
     fields = _read_object(data)
     _refuse_other_kinds(fields)
-    use_rslora = fields.get("use_rslora")
-    if not (use_rslora is None or isinstance(use_rslora, bool)):
-        raise _bad("use_rslora", use_rslora, "true or false")
+    use_dora, lora_bias = _flag("use_dora", fields), _flag("lora_bias", fields)
+    if use_dora and lora_bias:
+        raise AdapterError(f"{CONFIG_NAME}: lora_bias with use_dora: PEFT does not define it")
     base = fields.get("base_model_name_or_path")
     return PeftConfig(
         r=_rank("r", fields.get("r", 8)),
         lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
-        use_rslora=bool(use_rslora),
+        use_rslora=_flag("use_rslora", fields),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
         rank_pattern=_pattern("rank_pattern", fields, _rank),
         alpha_pattern=_pattern("alpha_pattern", fields, _alpha),
         base_model_name_or_path=base if isinstance(base, str) else None,
@@ -140,17 +153,36 @@ def _refuse_other_kinds(fields: Mapping[str, Any]) -> None:
         raise _bad("peft_type", peft_type, "'LORA'")
     if fields.get("bias") not in (None, "none", "all", "lora_only"):
         raise _bad("bias", fields["bias"], "'none', 'all' or 'lora_only'")
-    init = fields.get("init_lora_weights")
-    if not (init is None or isinstance(init, bool) or init in _HARMLESS_INIT):
-        raise AdapterError(
-            f"{CONFIG_NAME}: init_lora_weights {shorten(init)} changes the base weights; "
-            "save the adapter converted to plain LoRA"
-        )
-    if fields.get("use_dora"):
-        raise AdapterError(f"{CONFIG_NAME}: use_dora: DoRA is not supported")
+    _check_init(fields.get("init_lora_weights"))
     for name, value in fields.items():
         if value and name not in _IGNORED | _READ:
-            raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported")
+            what = f" ({_NOT_SUPPORTED[name]})" if name in _NOT_SUPPORTED else ""
+            raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported{what}")
+
+
+def _check_init(init: object) -> None:
+    if init is None or isinstance(init, bool) or init in _HARMLESS_INIT:
+        return
+    text = str(init)
+    if text.startswith("pissa") or text in ("olora", "corda", "lora_ga"):
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights {shorten(init)} has taken a part out of the base "
+            "weights, which the adapter is no good without; save it as plain LoRA, by PEFT's "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    if text == "loftq":
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights 'loftq' needs the base weights as LoftQ quantized "
+            "them, which are not served"
+        )
+    raise _bad("init_lora_weights", init, "a way to start that PEFT has")
+
+
+def _flag(name: str, fields: Mapping[str, Any]) -> bool:
+    value = fields.get(name)
+    if value and not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return bool(value)
 
 
 def _invocation(fields: Mapping[str, Any]) -> tuple[int, ...]:

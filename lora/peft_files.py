@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
+from lorakeet.lora.base_weights import check_copies
 from lorakeet.lora.canonical import check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
-from lorakeet.lora.peft_tensors import PeftTensors, parse_tensors
+from lorakeet.lora.peft_tensors import PeftTensors, parse_tensors, plain_names
 from lorakeet.lora.peft_vocabulary import (
     VocabularyTensors,
     fit_modules,
@@ -30,6 +31,7 @@ from lorakeet.lora.peft_vocabulary import (
     split_vocabulary,
     with_vocabulary,
 )
+from lorakeet.lora.vectors import work_out_vectors
 
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -51,8 +53,9 @@ def read_adapter(
 ) -> Adapter:
     """Read a PEFT LoRA folder, check it against the model, and return its canonical weights.
 
-    `base_weights`, the model's "embed_tokens" and "lm_head" (vocab, hidden), are compared with the
-    tables that the file has for these two; without them such a file is refused.
+    `base_weights` are the model's, named as in `BaseWeights`: copies of them in the file are
+    compared with them, and DoRA and biases are worked out from them. Without them such a file is
+    refused.
     `base_model` is the name of the model served: another name in the config is a warning in the
     log. `on_stage` is told the seconds of each stage: "read" and "check".
 
@@ -70,7 +73,9 @@ def read_adapter(
     found = replace(found, modules=fit_modules(found.modules, own, specs))
     check_fit(found, specs)
     _warn_of_other_base(folder, config, base_model)
-    adapter = pack(found, specs, dtype, pin_memory=pin_memory)
+    check_copies(found.copies, base_weights)
+    vectors = work_out_vectors(found, base_weights)
+    adapter = pack(found, vectors, specs, dtype, pin_memory=pin_memory)
     adapter = with_vocabulary(adapter, vocabulary, pin_memory)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
@@ -97,7 +102,7 @@ def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tens
         tensors = _from_pickle(_read_file(folder / PICKLE_NAME, max_bytes))
     else:
         raise AdapterError(f"the folder holds neither {SAFETENSORS_NAME} nor {PICKLE_NAME}")
-    return config, tensors
+    return config, plain_names(tensors)
 
 
 def check_not_empty(found: PeftTensors, own: VocabularyTensors) -> None:

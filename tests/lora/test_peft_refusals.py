@@ -183,7 +183,6 @@ def test_added_tokens_are_refused_with_both_sizes(tmp_path: Path, model: Path, n
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices"),
     ],
@@ -197,11 +196,3 @@ def test_other_kinds_are_refused_by_config_and_by_tensors(
     edit_config(folder, **dict.fromkeys(config))
     with pytest.raises(AdapterError, match=rf"{reason}|cannot be bound"):
         read(folder, model)
-
-
-def test_bias_tensors_are_refused(tmp_path: Path) -> None:
-    qwen = tiny_model(tmp_path / "qwen", "qwen2")
-    folder = make_adapter(tmp_path / "adapter", qwen, bias="all")
-    assert any(key.endswith(".bias") for key in tensors_of(folder))
-    with pytest.raises(AdapterError, match="bias is not supported"):
-        read(folder, qwen)
