@@ -148,7 +148,9 @@ class AdapterPlaces:
         """Adapters with requests that must be read from disk first, in order of waiting; each with
         all that are needed together with it."""
         return [
-            (one, entry.components) for entry in self._queue.values() for one in self._on_disk(entry)
+            (one, entry.components)
+            for entry in self._queue.values()
+            for one in self._on_disk(entry)
         ]
 
     def kept_in_host(self) -> set[AdapterId]:

@@ -100,7 +100,7 @@ class Scheduler:
         invocation: tuple[int, ...] = (),
     ) -> None:
         """An adapter is in host memory. Raises PoolError when the pool can never hold it."""
-        self.adapters.register(adapter_id, digest, rank, pinned)
+        self.adapters.register(adapter_id, digest, num_rows, pinned, invocation)
 
     def remove_adapter(self, adapter_id: AdapterId) -> None:
         """Take no more requests for it; `take_unloaded` tells when its last one has ended."""
