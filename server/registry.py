@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.engine.client import Engine, EngineDeadError
 from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import (
@@ -27,7 +28,8 @@ from lorakeet.server.errors import (
     NotFoundError,
 )
 from lorakeet.server.metrics import Metrics
-from lorakeet.server.text_config import TextConfig, TextConfigError, read_text_config
+from lorakeet.server.profiles import Profile, read_profile
+from lorakeet.server.text_config import TextConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}")
 _OUTSIDE = "The path is outside the folders that adapters may be loaded from (--adapter-dir)"
@@ -40,16 +42,18 @@ class Version:
     path: Path
     pinned: bool
     loaded: AdapterLoaded
-    text: TextConfig  # already laid over the base model's
+    profile: Profile  # already laid over the base model's
     created: int  # Unix time
 
 
 class Registry:
+    base: Profile  # set once the model is loaded, as are the tokenizers
+    tokenizers: AdapterTokenizers
+
     def __init__(
         self, settings: Settings, base_name: str, engine: Engine, metrics: Metrics
     ) -> None:
         self.base_name = base_name
-        self.base_text = TextConfig(None, {}, ())  # replaced once the model's folder is known
         self._settings = settings
         self._engine = engine
         self._metrics = metrics
@@ -216,7 +220,7 @@ class Registry:
     async def _read(self, name: str, folder: Path, pinned: bool, param: str) -> Version:
         adapter_id = next(self._ids)
         try:
-            text = await asyncio.to_thread(read_text_config, folder)
+            own = await asyncio.to_thread(read_profile, folder, self.tokenizers)
             loaded = await self._engine.load_adapter(adapter_id, str(folder), pinned)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
@@ -224,8 +228,8 @@ class Registry:
             message = f"The adapter {name!r} cannot be loaded: {error}"
             raise BadRequestError(message, param=param, code="invalid_adapter") from None
         self._metrics.adapter_loaded(name, loaded.seconds)
-        text = text.over(self.base_text)
-        return Version(adapter_id, name, folder, pinned, loaded, text, int(time.time()))
+        profile = own.over(self.base, loaded.vocab_size)
+        return Version(adapter_id, name, folder, pinned, loaded, profile, int(time.time()))
 
     async def _retire(self, version: Version) -> None:
         if self._leases[version.adapter_id]:

@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
             id=f"cmpl-{uuid.uuid4().hex}",
             model=body.model,
             adapter_id=0 if version is None else version.adapter_id,
-            prompts=tuple([await _make_prompt(server, profile, body, prompt) for prompt in prompts]),
+            prompts=tuple([await _make_prompt(server, profile, body, one) for one in prompts]),
             sampling=sampling,
             eos_token_ids=profile.eos_token_ids,
             tokenizer=profile.tokenizer,

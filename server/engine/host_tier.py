@@ -137,6 +137,7 @@ class HostTier:
                 seconds=self._host_store.seconds(adapter_id),
                 num_rows=adapter.num_rows,
                 blendable=adapter.blendable,
+                vocab_size=adapter.vocabulary.size if adapter.vocabulary else None,
             )
         )
 

@@ -144,6 +144,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     seconds: dict[str, float] = {}  # by stage: read, check
     num_rows: int = 0  # rows of the pool that it takes: its rank, and one more with biases
     blendable: bool = True  # a weighted sum with others means something
+    vocab_size: int | None = None  # its token ids are below this; None: they are the model's
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
