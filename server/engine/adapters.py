@@ -17,132 +17,44 @@ from itertools import islice
 
 from lorakeet.lora.adapter import AdapterId, Slot
 from lorakeet.lora.slots import SlotManager
-from lorakeet.server.engine.adapter_entry import (
-    AdapterEntry,
-    base_entry,
-    blend_content,
-    last_occurrence,
-)
-from lorakeet.server.engine.blocks import Content
+from lorakeet.server.engine.adapter_book import BASE, AdapterBook
+from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, ActiveAdapters
-from lorakeet.server.engine.messages import AdapterState
 from lorakeet.server.engine.step import SlotLoad, SlotPart
-
-BASE = AdapterId(0)
-Blend = tuple[tuple[int, float], ...]  # (adapter id, weight), as in AddRequest
-
-
-class UnknownAdapterError(Exception):
-    """A request names an adapter that the engine does not hold, or no longer."""
 
 
 class AdapterPlaces:
-    """The adapters that the engine knows, their places, and the queue for a place.
+    """The places, and the queue for a place.
 
     `now` is in seconds of any clock that does not go backwards.
     """
 
     def __init__(
-        self, slots: SlotManager, max_loras: int, wait_limit: float, quantum: float
+        self,
+        book: AdapterBook,
+        slots: SlotManager,
+        max_loras: int,
+        wait_limit: float,
+        quantum: float,
     ) -> None:
+        self._book = book
         self._slots = slots
         self._max_loras = max_loras
         self._wait_limit = wait_limit
         self._quantum = quantum
-        self._entries: dict[AdapterId, AdapterEntry] = {BASE: base_entry()}
-        self._blends: dict[Blend, AdapterId] = {}
-        self._next_blend = -1
         self._active = ActiveAdapters()
         self._places: dict[AdapterId, AdapterEntry] = {}
         self._queue: dict[AdapterId, AdapterEntry] = {}  # in order of `waiting_since`
         self._yielding: list[AdapterEntry] = []
-        self._unloading: set[AdapterId] = set()  # blends too: they go with their last request
-
-    def register(
-        self,
-        adapter_id: AdapterId,
-        digest: str,
-        num_rows: int,
-        pinned: bool,
-        invocation: tuple[int, ...] = (),
-    ) -> None:
-        """Raises PoolError when the pool can never hold it."""
-        assert adapter_id not in self._entries
-        root = bytes.fromhex(digest)
-        self._slots.register(adapter_id, num_rows, pinned)
-        self._entries[adapter_id] = AdapterEntry(
-            adapter_id,
-            Content(root, (root,)),
-            num_rows,
-            components=(adapter_id,),
-            invocation=invocation,
-        )
-
-    def entry_for(self, adapter_id: AdapterId, prompt: Sequence[int]) -> tuple[AdapterEntry, int]:
-        """Whose sequence a request is, and from which token on it uses the adapter.
-
-        An aLoRA is used from the last occurrence of its invocation in the prompt on; without one,
-        the request is the base model's. Raises UnknownAdapterError.
-        """
-        entry = self._known(adapter_id)
-        if not entry.invocation:
-            return entry, 0
-        start = last_occurrence(prompt, entry.invocation)
-        return (self._entries[BASE], 0) if start is None else (entry, start)
-
-    def blend_for(self, blend: Blend, max_rows: int) -> AdapterEntry:
-        """The entry of a blend, made if need be; it is gone when its last request is.
-
-        Raises UnknownAdapterError, and ValueError for what cannot be blended.
-        """
-        parts = [self._known(AdapterId(adapter_id)) for adapter_id, _ in blend]
-        if len({part.adapter_id for part in parts} - {BASE}) < len(blend):
-            raise ValueError("a blend is of different adapters")
-        if any(part.invocation for part in parts):
-            raise ValueError("an aLoRA cannot be blended")
-        if (num_rows := sum(part.num_rows for part in parts)) > max_rows:
-            raise ValueError(f"a blend of {num_rows} rows; the limit is {max_rows}")
-        if blend in self._blends:
-            return self._entries[self._blends[blend]]
-        blend_id = AdapterId(self._next_blend)
-        self._next_blend -= 1
-        weights = tuple(weight for _, weight in blend)
-        digests = [part.content.root for part in parts]
-        entry = AdapterEntry(
-            blend_id,
-            blend_content(zip(digests, weights, strict=True)),
-            0,
-            components=tuple(part.adapter_id for part in parts),
-            weights=weights,
-        )
-        self._slots.register(blend_id, 0, pinned=False)
-        for part in parts:
-            part.num_blends += 1
-        self._entries[blend_id], self._blends[blend] = entry, blend_id
-        self._unloading.add(blend_id)
-        return entry
 
     def next_to_start(self) -> AdapterEntry | None:
         """Whose first waiting sequence is to start next, of those that have a slot for it."""
         can_start = [
             entry
-            for entry in (self._entries[BASE], *self._places.values())
+            for entry in (self._book.entries[BASE], *self._places.values())
             if entry.num_waiting and entry not in self._yielding and self._is_ready(entry)
         ]
         return min(can_start, key=_by_service, default=None)
-
-    def users(self, adapter_id: AdapterId) -> list[AdapterId]:
-        """The adapter and its blends."""
-        entries = self._entries.values()
-        return [entry.adapter_id for entry in entries if adapter_id in entry.held]
-
-    # --- host memory ---
-
-    def knows(self, adapter_id: AdapterId) -> bool:
-        return adapter_id in self._entries
-
-    def set_in_host(self, adapter_id: AdapterId, in_host: bool) -> None:
-        self._entries[adapter_id].in_host = in_host
 
     def wanted(self) -> list[tuple[AdapterId, tuple[AdapterId, ...]]]:
         """Adapters with requests that must be read from disk first, in order of waiting; each with
@@ -169,7 +81,7 @@ class AdapterPlaces:
     # --- what happens to requests ---
 
     def add_waiting(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         self._active.add(entry)
         if entry.num_waiting == 0:
             entry.waiting_since = now
@@ -178,7 +90,7 @@ class AdapterPlaces:
             self._wait(entry, now)
 
     def remove_waiting(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_waiting -= 1
         if entry.num_waiting == 0:
             self._queue.pop(adapter_id, None)
@@ -186,7 +98,7 @@ class AdapterPlaces:
 
     def start(self, adapter_id: AdapterId, now: float, num_prompt_tokens: int) -> None:
         """A sequence starts. `num_prompt_tokens`: those to compute, when it is the first time."""
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         assert entry.slot is not None
         entry.num_waiting -= 1
         entry.num_running += 1
@@ -197,17 +109,17 @@ class AdapterPlaces:
 
     def progress(self, adapter_id: AdapterId, num_tokens: int) -> None:
         """One of its sequences has got so many tokens, or is complete."""
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.service += OUTPUT_TOKEN * num_tokens
         entry.has_progressed = True
 
     def preempt(self, adapter_id: AdapterId) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_running -= 1
         entry.num_waiting += 1
 
     def remove_running(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_running -= 1
         self._settle(entry, now)
 
@@ -240,54 +152,18 @@ class AdapterPlaces:
     def load_failed(self, slot: Slot, now: float) -> AdapterId:
         """Free a slot whose copy failed. Who needs it loses its place; its requests are to end."""
         failed = self._slots.loading_in(slot)
-        for user in self.users(failed):
+        for user in self._book.users(failed):
             if user in self._places:
-                self._leave(self._entries[user], now)
+                self._leave(self._book.entries[user], now)
         self._slots.failed(slot)
         return failed
-
-    def unload(self, adapter_id: AdapterId) -> None:
-        """No more requests; `take_unloaded` tells when the last one has ended."""
-        assert adapter_id != BASE
-        assert adapter_id in self._entries
-        self._unloading.add(adapter_id)
-
-    def take_unloaded(self) -> list[AdapterEntry]:
-        """Adapters whose last request has ended, and whose slot is free. They are forgotten."""
-        gone = []
-        for adapter_id in sorted(self._unloading):  # blends before their components
-            if self._is_gone(adapter_id):
-                self._unloading.remove(adapter_id)
-                entry = self._entries.pop(adapter_id)
-                if entry.is_blend:
-                    self._forget_blend(entry)
-                else:
-                    gone.append(entry)
-        return gone
-
-    def holds_root(self, root: bytes) -> bool:
-        return any(entry.content.root == root for entry in self._entries.values())
-
-    def states(self) -> list[AdapterState]:
-        """Of all adapters; requests of a blend count for each of its components."""
-        running, waiting = Counter[AdapterId](), Counter[AdapterId]()
-        for entry in self._entries.values():
-            for component in entry.components if entry.has_requests else ():
-                running[component] += entry.num_running
-                waiting[component] += entry.num_waiting
-        return [
-            self._state(entry, running[id_], waiting[id_])
-            for id_, entry in self._entries.items()
-            if id_ > BASE
-        ]
 
     def check(self) -> None:
         """Assert that places, queue and slots agree."""
         self._slots.check()
         assert len(self._places) <= self._max_loras
         uses = Counter(one for entry in self._places.values() for one in entry.held)
-        blends = Counter(c for id_ in self._blends.values() for c in self._entries[id_].components)
-        for adapter_id, entry in self._entries.items():
+        for adapter_id, entry in self._book.entries.items():
             assert min(entry.num_waiting, entry.num_running) >= 0
             if adapter_id != BASE:
                 assert (adapter_id in self._places) == (entry.slot is not None)
@@ -295,44 +171,13 @@ class AdapterPlaces:
                 assert entry.slot is not None or entry.num_running == 0
                 assert entry.slot is None or self._slots.slot_of(adapter_id) == entry.slot
                 assert self._slots.uses(adapter_id) == uses[adapter_id]
-                assert entry.num_blends == blends[adapter_id]
-
-    def _known(self, adapter_id: AdapterId) -> AdapterEntry:
-        entry = self._entries.get(adapter_id)
-        if entry is None or adapter_id in self._unloading:
-            raise UnknownAdapterError(f"the engine holds no adapter {adapter_id}")
-        return entry
-
-    def _is_gone(self, adapter_id: AdapterId) -> bool:
-        entry = self._entries[adapter_id]
-        if self._slots.slot_of(adapter_id) is not None:
-            entry.freed_rows = entry.num_rows
-        return entry.is_idle and self._slots.unload(adapter_id)
-
-    def _state(self, entry: AdapterEntry, running: int, waiting: int) -> AdapterState:
-        is_resident = self._slots.slot_of(entry.adapter_id) is not None
-        in_pool = self._slots.tier(entry.adapter_id)
-        return AdapterState(
-            entry.adapter_id,
-            tier="disk" if not (entry.in_host or is_resident) else in_pool,
-            num_running=running,
-            num_waiting=waiting,
-            in_host=entry.in_host,
-            num_rows=entry.num_rows if is_resident else 0,
-        )
-
-    def _forget_blend(self, entry: AdapterEntry) -> None:
-        for component in entry.components:
-            self._entries[component].num_blends -= 1
-        ids = map(int, entry.components)
-        del self._blends[tuple(zip(ids, entry.weights, strict=True))]
 
     def _on_disk(self, entry: AdapterEntry) -> list[AdapterId]:
         """What must be read before it can have a place."""
         return [
             component
             for component in entry.components
-            if not self._entries[component].in_host and self._slots.slot_of(component) is None
+            if not self._book.entries[component].in_host and self._slots.slot_of(component) is None
         ]
 
     def _is_ready(self, entry: AdapterEntry) -> bool:
@@ -377,7 +222,7 @@ class AdapterPlaces:
                 freed = [one for one in victim.held if self._would_free(one, released[one])]
                 places += 1
                 slots += len(freed)
-                rows += sum(self._entries[one].num_rows for one in freed)
+                rows += sum(self._book.entries[one].num_rows for one in freed)
             places, slots, rows = places - 1, slots - needed_slots, rows - needed_rows
         return yielding
 
@@ -454,7 +299,7 @@ class AdapterPlaces:
         for component, weight in zip(entry.components, entry.weights, strict=True):
             slot = self._slots.slot_of(component)
             assert slot is not None
-            parts.append(SlotPart(slot, self._entries[component].num_rows, weight))
+            parts.append(SlotPart(slot, self._book.entries[component].num_rows, weight))
         return SlotLoad(entry.adapter_id, assignment.slot, parts=tuple(parts))
 
     def _leave(self, entry: AdapterEntry, now: float) -> None:

@@ -156,7 +156,7 @@ class HostTier:
 
     def _start_reloads(self) -> None:
         """In order: none overtakes one that needs more room."""
-        for adapter_id, needed_with in self._scheduler.adapters.wanted():
+        for adapter_id, needed_with in self._scheduler.places.wanted():
             if adapter_id in self._reading:
                 continue
             self._make_room(adapter_id)
@@ -169,7 +169,7 @@ class HostTier:
         adapters = self._scheduler.adapters
 
         def kept() -> set[AdapterId]:
-            return adapters.kept_in_host() | self._reading.keys()
+            return self._scheduler.places.kept_in_host() | self._reading.keys()
 
         for gone in self._host_store.make_room(kept, adapter_id):
             adapters.set_in_host(gone, False)

@@ -14,7 +14,7 @@ import msgspec
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.host_store import HostStore
-from lorakeet.server.engine.adapters import UnknownAdapterError
+from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.host_tier import HostTier
 from lorakeet.server.engine.messages import (
     AbortRequests,

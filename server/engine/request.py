@@ -28,7 +28,7 @@ class Sequence:
     request: AddRequest
     chain: HashChain
     max_model_len: int
-    adapter_id: AdapterId = AdapterId(0)  # whose sequence it is: a blend has an id of its own
+    adapter_id: AdapterId  # whose sequence it is: a blend has an id of its own
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)

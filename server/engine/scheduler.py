@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from lorakeet.lora.adapter import MAX_EXTRA_ROWS, AdapterId
 from lorakeet.lora.slots import SlotManager
+from lorakeet.server.engine.adapter_book import AdapterBook
 from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.adapters import AdapterPlaces
 from lorakeet.server.engine.blocks import BlockManager, HashChain
@@ -65,8 +66,13 @@ class Scheduler:
             reserved_slots=1 + config.max_blend,
             reserved_rows=config.max_blend_rows,
         )
-        self.adapters = AdapterPlaces(
-            self.slots, config.max_loras, config.adapter_wait_limit, config.adapter_quantum
+        self.adapters = AdapterBook(self.slots)
+        self.places = AdapterPlaces(
+            self.adapters,
+            self.slots,
+            config.max_loras,
+            config.adapter_wait_limit,
+            config.adapter_quantum,
         )
         self._clock = clock
         self._next_seq_id = 0
@@ -142,7 +148,7 @@ class Scheduler:
         self._next_seq_id += 1
         self._by_request[request.request_id] = sequence
         self._enqueue(sequence)
-        self.adapters.add_waiting(sequence.adapter_id, self._clock())
+        self.places.add_waiting(sequence.adapter_id, self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests in whatever state they are; those that are not there are ignored."""
@@ -154,13 +160,13 @@ class Scheduler:
     def schedule(self) -> Step:
         now = self._clock()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        displaced = self.adapters.rotate(now)
+        displaced = self.places.rotate(now)
         for sequence in list(self._running.values()):
             if sequence.adapter_id in displaced:
                 self._preempt(sequence)
         num_preemptions = self._num_preemptions
         self._schedule_running(plan)
-        loads = self.adapters.grant(now)
+        loads = self.places.grant(now)
         if self._num_preemptions == num_preemptions:  # blocks are not short
             self._admit(plan, now)
         for seq_id, chunk in plan.chunks.items():
@@ -175,7 +181,7 @@ class Scheduler:
             self.slots.loaded(slot)
         outputs = []
         for slot, error in result.load_errors.items():
-            adapter_id = self.adapters.load_failed(slot, self._clock())
+            adapter_id = self.places.load_failed(slot, self._clock())
             outputs += self.fail_adapter(adapter_id, error)
         sampled_by_id = {sampled.seq_id: sampled for sampled in result.sampled}
         for chunk in step.sequences:
@@ -210,6 +216,7 @@ class Scheduler:
         """Assert that all books agree: for tests, and for when the engine is idle."""
         self.blocks.check(sequence.block_ids for sequence in self._running.values())
         self.adapters.check()
+        self.places.check()
 
     # --- the queue ---
 
@@ -267,7 +274,7 @@ class Scheduler:
         One that lacks blocks is not passed: it would wait for ever behind smaller ones.
         """
         while plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            entry = self.adapters.next_to_start()
+            entry = self.places.next_to_start()
             if entry is None:
                 return
             assert entry.slot is not None
@@ -294,12 +301,12 @@ class Scheduler:
             if sequence.reads_prefix_cache:
                 self._prefix_queries += sequence.num_prompt_tokens
                 self._prefix_hits += sequence.num_cached_tokens
-        self.adapters.start(sequence.adapter_id, now, num_new_tokens)
+        self.places.start(sequence.adapter_id, now, num_new_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in its old place; what it has computed stays in the prefix cache."""
         self._stop(sequence)
-        self.adapters.preempt(sequence.adapter_id)
+        self.places.preempt(sequence.adapter_id)
         self._enqueue(sequence)
         self._num_preemptions += 1
 
@@ -344,7 +351,7 @@ class Scheduler:
             sequence.collect_prompt_logprobs(chunk.start, scores)
         if chunk.end < len(sequence.token_ids):
             return None
-        self.adapters.progress(sequence.adapter_id, num_tokens=int(chunk.samples))
+        self.places.progress(sequence.adapter_id, num_tokens=int(chunk.samples))
         stop_token = None
         if chunk.samples:
             assert sampled is not None
@@ -369,7 +376,7 @@ class Scheduler:
         now = self._clock()
         if sequence.seq_id in self._running:
             self._stop(sequence)
-            self.adapters.remove_running(sequence.adapter_id, now)
+            self.places.remove_running(sequence.adapter_id, now)
         else:
             self._dequeue(sequence)
-            self.adapters.remove_waiting(sequence.adapter_id, now)
+            self.places.remove_waiting(sequence.adapter_id, now)

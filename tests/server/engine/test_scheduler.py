@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import PoolError
-from lorakeet.server.engine.adapters import UnknownAdapterError
+from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
@@ -805,7 +805,7 @@ def test_random_workloads_reach_the_hard_cases() -> None:
 def test_a_wrong_prefix_hit_would_show() -> None:
     """The toy engine can see what it is there for: with one root for all, tokens are wrong."""
     engine, (a,) = engine_with(5)
-    entries = engine.scheduler.adapters._entries
+    entries = engine.scheduler.adapters.entries
     entries[a].content = entries[AdapterId(0)].content
     engine.add("base", prompt_of(20))
     engine.run()
