@@ -246,14 +246,23 @@ def _differing(table: Tensor, base: Tensor) -> Tensor:
 
 
 def _add_factors(module: LoRAModule, ids: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Rows with s · B A added, in float32. An embedding's A is looked up, a head's B has a row for
-    each token."""
+    """What the module makes of the rows, in float32: s · B A is added, and a DoRA scales it.
+
+    An embedding's A is looked up, a head's B has a row for each token.
+    """
     a, b = module.a.float(), module.b.float() * module.scaling.scale
     count = a.shape[1] if module.name == "embed_tokens" else b.shape[0]
     if count != size:
         raise AdapterError(f"{module.path}: its factors have {count} tokens, its weights {size}")
     delta = a.T[ids] @ b.T if module.name == "embed_tokens" else b[ids] @ a
-    return rows.float() + delta
+    if module.bias is not None:
+        raise AdapterError(f"{module.path}: lora_bias of a changed table is not supported")
+    rows = rows.float() + delta
+    if module.magnitude is None:
+        return rows
+    if module.name == "embed_tokens":  # its norms are over all tokens
+        raise AdapterError(f"{module.path}: DoRA of a changed embedding is not supported")
+    return rows * (module.magnitude.float()[ids] / rows.norm(dim=1))[:, None]
 
 
 def _fit(module: LoRAModule, base_size: int, size: int) -> LoRAModule:
@@ -262,7 +271,10 @@ def _fit(module: LoRAModule, base_size: int, size: int) -> LoRAModule:
     if module.name == "embed_tokens" and module.a.shape[1] == size:
         return replace(module, a=pad(module.a, (0, missing)))
     if module.name == "lm_head" and module.b.shape[0] == size:
-        return replace(module, b=pad(module.b, (0, 0, 0, missing)))
+        magnitude = module.magnitude
+        if magnitude is not None:
+            magnitude = pad(magnitude, (0, missing))
+        return replace(module, b=pad(module.b, (0, 0, 0, missing)), magnitude=magnitude)
     return module
 
 
