@@ -115,7 +115,8 @@ def max_weights_bytes(specs: Sequence[GroupSpec], max_rank: int) -> int:
     """What a file for this model may weigh.
 
     Float32, three copies of embedding and head (PEFT writes as many of what it trains once the
-    vocabulary was resized), the vocabulary an eighth larger than the model's, and factors of
+    vocabulary was resized), the vocabulary an eighth larger than the model's, a copy of every other
+    weight (some trainers write those of adapted modules beside the factors), and factors of
     several times the largest rank, so that the usual fault, a rank over the limit, is named and not
     just called too large.
     """
@@ -123,8 +124,9 @@ def max_weights_bytes(specs: Sequence[GroupSpec], max_rank: int) -> int:
         spec.num_layers * (len(spec.slice_names) * spec.input_size + spec.output_size)
         for spec in specs
     )
-    copies = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
-    return 4 * (8 * max_rank * per_rank + 3 * copies * 9 // 8) + 2**24
+    ends = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
+    weights = sum(spec.num_layers * spec.input_size * spec.output_size for spec in specs)
+    return 4 * (8 * max_rank * per_rank + 3 * ends * 9 // 8 + weights) + 2**24
 
 
 def _check_folder(folder: Path) -> None:

@@ -16,10 +16,11 @@ from lorakeet.lora.peft_config import REPLACEABLE, PeftConfig, Scaling, shorten
 PEFT_PREFIX = "base_model.model."
 # Around the decoder: plain, both forms of a multimodal parent, or saved from the bare decoder.
 PARENT = r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
-# What wrappers put into the names when a trainer saves without taking itself off: torch.compile,
-# FSDP, activation checkpointing, DDP and DeepSpeed.
+# What wrappers leave in the names when a trainer saves from inside them: torch.compile, FSDP,
+# activation checkpointing, FSDP of XLA, DDP and DeepSpeed.
 _WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\."
+    r"(?:^|(?<=\.))"
+    r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_module|module)\."
 )
 _KEY = re.compile(
     rf"(?P<path>{PARENT}"
@@ -36,7 +37,10 @@ _BASE = {
     "bias": "bias",
     "base_layer.bias": "bias",
 }
-_UNKNOWN = {".experts.": "experts of an MoE model are not supported: "}
+_UNKNOWN = {
+    ".experts.": "experts of an MoE model are not supported: ",
+    ".lora_a.": "torchtune's own names, not those of its PEFT export: ",
+}
 
 Place = tuple[int, str]  # layer and name of a module
 
