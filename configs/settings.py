@@ -82,6 +82,11 @@ class Settings(BaseModel):
         description="GPU pool of adapters (default: max-loras adapters of the largest rank, in at"
         " most a quarter of the free memory)",
     )
+    lora_vocabulary_memory: Size | None = Field(
+        None,
+        description="GPU memory for embedding and head rows that adapters bring (default: enough"
+        " for max-loras adapters that replace all, in at most 1/32 of the free memory)",
+    )
     host_lora_memory: Size | None = Field(
         None,
         description="Adapters kept in host memory; those that are not in use are put out and read"

@@ -39,11 +39,12 @@ class AdapterBook:
         num_rows: int,
         pinned: bool,
         invocation: tuple[int, ...] = (),
+        vocabulary_bytes: int = 0,
     ) -> None:
         """Raises PoolError when the pool can never hold it."""
         assert adapter_id not in self.entries
         root = bytes.fromhex(digest)
-        self._slots.register(adapter_id, num_rows, pinned)
+        self._slots.register(adapter_id, num_rows, pinned, vocabulary_bytes)
         self.entries[adapter_id] = AdapterEntry(
             adapter_id,
             Content(root, (root,)),

@@ -12,11 +12,11 @@ Adapters that wait are copied to slots ahead of time, as far as nobody before th
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from lorakeet.lora.adapter import AdapterId, Slot
-from lorakeet.lora.slots import SlotManager
+from lorakeet.lora.slots import Room, SlotManager
 from lorakeet.server.engine.adapter_book import BASE, AdapterBook
 from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, ActiveAdapters
@@ -200,7 +200,7 @@ class AdapterPlaces:
         holders = [entry for entry in self._places.values() if entry.started is not None]
         holders.sort(key=lambda entry: self._order_to_yield(entry, now))
         places = self._max_loras - len(self._places)
-        slots, rows = self._slots.available
+        room = self._slots.available
         claimed: set[AdapterId] = set()
         released = Counter[AdapterId]()
         yielding: list[AdapterEntry] = []
@@ -209,11 +209,9 @@ class AdapterPlaces:
                 break
             if self._on_disk(entry):
                 continue
-            needs = [self._slots.needs(one) for one in {*entry.components} - claimed]
+            needed = self._needed({*entry.components} - claimed, int(entry.is_blend))
             claimed.update(entry.components)
-            needed_slots = sum(need[0] for need in needs) + entry.is_blend
-            needed_rows = sum(need[1] for need in needs)
-            while places < 1 or slots < needed_slots or rows < needed_rows:
+            while places < 1 or not room.holds(needed):
                 if not holders:
                     return yielding
                 victim = holders.pop()
@@ -221,9 +219,8 @@ class AdapterPlaces:
                 released.update(victim.held)
                 freed = [one for one in victim.held if self._would_free(one, released[one])]
                 places += 1
-                slots += len(freed)
-                rows += sum(self._book.entries[one].num_rows for one in freed)
-            places, slots, rows = places - 1, slots - needed_slots, rows - needed_rows
+                room = sum((self._slots.size(one) for one in freed), room)
+            places, room = places - 1, room - needed
         return yielding
 
     def _order_to_yield(self, entry: AdapterEntry, now: float) -> tuple[bool, float]:
@@ -253,15 +250,16 @@ class AdapterPlaces:
             self._slots.release(adapter_id)
         return loads
 
+    def _needed(self, components: Collection[AdapterId], num_more_slots: int) -> Room:
+        return sum((self._slots.needs(one) for one in components), Room(num_more_slots))
+
     def _hold(self, components: Sequence[AdapterId], num_more: int = 0) -> list[SlotLoad] | None:
         """Use all of these, which stay in their slots until they are released.
 
         Returns the loads that this needs; None, and nothing has changed, if there is no room for
         them and for `num_more` slots.
         """
-        needs = [self._slots.needs(component) for component in components]
-        slots, rows = self._slots.available
-        if slots < sum(need[0] for need in needs) + num_more or rows < sum(n[1] for n in needs):
+        if not self._slots.available.holds(self._needed(components, num_more)):
             return None
         missing = [one for one in components if self._slots.slot_of(one) is None]
         for component in components:

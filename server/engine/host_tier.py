@@ -119,7 +119,11 @@ class HostTier:
         try:
             adapter = future.result()
             self._scheduler.add_adapter(
-                adapter_id, adapter.digest, adapter.num_rows, invocation=adapter.invocation
+                adapter_id,
+                adapter.digest,
+                adapter.num_rows,
+                invocation=adapter.invocation,
+                vocabulary_bytes=adapter.vocabulary.num_bytes if adapter.vocabulary else 0,
             )
         except (AdapterError, PoolError) as error:
             self._host_store.release(adapter_id)
@@ -141,9 +145,7 @@ class HostTier:
             )
         )
 
-    def _finish_reload(
-        self, adapter_id: AdapterId, future: Future[Adapter]
-    ) -> list[RequestOutput]:
+    def _finish_reload(self, adapter_id: AdapterId, future: Future[Adapter]) -> list[RequestOutput]:
         try:
             future.result()
         except AdapterError as error:
@@ -179,6 +181,4 @@ class HostTier:
         self._reading.pop(adapter_id, None)
         self._errors.pop(adapter_id, None)
         host_bytes = self._host_store.release(adapter_id)
-        self._send(
-            AdapterUnloaded(adapter_id, host_bytes, unloaded.num_rows, unloaded.num_blocks)
-        )
+        self._send(AdapterUnloaded(adapter_id, host_bytes, unloaded.num_rows, unloaded.num_blocks))

@@ -76,6 +76,21 @@ def pool_rows(
     return rows
 
 
+def vocabulary_bytes(
+    settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """For rows of embedding and head that adapters in slots have in place of the base's.
+
+    Left out: enough for `max_loras` adapters that have all of them, in at most a part of the free
+    memory: a 32nd of a GPU's, which is set aside; an eighth of a CPU's, taken as it is needed.
+    """
+    if settings.lora_vocabulary_memory is not None:
+        return settings.lora_vocabulary_memory
+    tables = 2 * config.vocab_size * (config.hidden_size * dtype.itemsize + 8)  # an id each
+    share = 32 if device.type == "cuda" else 8
+    return min(2 * settings.max_loras * tables, free_memory(device) // share)
+
+
 def pool_slots(settings: Settings, num_rows: int) -> int:
     """Slots of the pool, slot 0 included: as many as the adapters of running blends can need, and
     more for idle ones of small rank. A slot itself takes next to no memory."""

@@ -48,10 +48,16 @@ class StepPlan:
         if chunk is not None:
             self.budget += chunk.num_tokens
 
-    def to_step(self, loads: Iterable[SlotLoad], released: Iterable[SequenceId]) -> Step:
+    def to_step(
+        self,
+        loads: Iterable[SlotLoad],
+        released: Iterable[SequenceId],
+        cleared: tuple[Slot, ...] = (),
+    ) -> Step:
         chunks = self.chunks.values()
         singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
         return Step(
+            cleared=cleared,
             loads=tuple(loads),
             released=tuple(released),
             new=tuple(self.new),

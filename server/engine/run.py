@@ -59,6 +59,7 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
             num_slots=runner.pool.num_slots,
             num_rows=runner.pool.num_rows,
             max_lora_rank=settings.max_lora_rank,
+            vocabulary_bytes=runner.vocabulary_bytes,
             max_blend=MAX_BLEND,
             max_blend_rows=blend_rows(settings, runner.pool.num_rows),
             enable_prefix_caching=settings.enable_prefix_caching,

@@ -65,6 +65,7 @@ class Scheduler:
             most_rows,
             reserved_slots=1 + config.max_blend,
             reserved_rows=config.max_blend_rows,
+            vocabulary_bytes=config.vocabulary_bytes,
         )
         self.adapters = AdapterBook(self.slots)
         self.places = AdapterPlaces(
@@ -88,7 +89,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would do something, or tell how slot loads are going."""
-        return bool(self._waiting or self._running or self._released or self.slots.num_loading)
+        slots = self.slots
+        changes = self._released or slots.num_loading or slots.num_to_clear
+        return bool(self._waiting or self._running or changes)
 
     @property
     def can_schedule(self) -> bool:
@@ -104,9 +107,10 @@ class Scheduler:
         num_rows: int,
         pinned: bool = False,
         invocation: tuple[int, ...] = (),
+        vocabulary_bytes: int = 0,
     ) -> None:
         """An adapter is in host memory. Raises PoolError when the pool can never hold it."""
-        self.adapters.register(adapter_id, digest, num_rows, pinned, invocation)
+        self.adapters.register(adapter_id, digest, num_rows, pinned, invocation, vocabulary_bytes)
 
     def remove_adapter(self, adapter_id: AdapterId) -> None:
         """Take no more requests for it; `take_unloaded` tells when its last one has ended."""
@@ -173,7 +177,7 @@ class Scheduler:
             self._running[seq_id].launch(chunk)
         self._num_steps += bool(plan.chunks)
         released, self._released = self._released, []
-        return plan.to_step(loads, released)
+        return plan.to_step(loads, released, self.slots.take_cleared())
 
     def apply(self, step: Step, result: StepResult) -> list[RequestOutput]:
         """Take in what the runner reports of the oldest step; returns what there is to send."""

@@ -16,6 +16,7 @@ class SchedulerConfig:
     num_slots: int  # rows of the pool's row table; slot 0 is none
     num_rows: int  # rank rows of the pool
     max_lora_rank: int
+    vocabulary_bytes: int = 0  # for embedding and head rows of adapters in slots
     max_blend: int = 0  # adapters in one request's blend
     max_blend_rows: int = 0  # rank rows that they may have together
     enable_prefix_caching: bool = True

@@ -70,6 +70,7 @@ class Step:
     Steps run on the device in the order in which they are launched.
     """
 
+    cleared: tuple[Slot, ...] = ()  # free their vocabularies, before the loads
     loads: tuple[SlotLoad, ...] = ()
     released: tuple[SequenceId, ...] = ()  # finished, aborted or preempted: forget them first
     new: tuple[NewSequence, ...] = ()

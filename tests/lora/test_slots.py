@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.lora.slots import Assignment, PoolError, SlotManager
+from lorakeet.lora.slots import Assignment, PoolError, Room, SlotManager
 
 
 def manager_with(
@@ -101,7 +101,7 @@ def test_a_failed_load_frees_all_it_took() -> None:
         assignment = slots.assign(a)
         assert assignment is not None
         assert slots.failed(assignment.slot) == a
-        assert (slots.num_used_rows, slots.tier(a), slots.available) == (0, "host", (2, 16))
+        assert (slots.num_used_rows, slots.tier(a), slots.available) == (0, "host", Room(2, 16))
     slots.check()
 
 
@@ -144,7 +144,7 @@ def test_more_cycles_of_load_and_unload_than_slots() -> None:
             slots.acquire(adapter_id)
             slots.release(adapter_id)
         assert slots.unload(adapter_id)
-    assert slots.available == (2, 16)
+    assert slots.available == Room(2, 16)
     slots.check()
 
 
@@ -267,7 +267,7 @@ class SlotMachine(RuleBasedStateMachine):
                 rows = [row for row, owner in self.row_owner.items() if owner == adapter_id]
                 assert len(rows) == self.ranks[adapter_id]
         free = sum(self.uses.values()) == 0 and not self.loading
-        assert not free or self.slots.available[1] >= 5
+        assert not free or self.slots.available.rows >= 5
 
 
 TestSlotMachine = SlotMachine.TestCase

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.lora.slots import PoolError
+from lorakeet.lora.slots import PoolError, Room
 from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
@@ -510,7 +510,7 @@ def test_more_load_and_unload_cycles_than_slots() -> None:
         engine.step()
     assert engine.runner.host == {}
     engine.check_idle()
-    assert engine.scheduler.slots.available == (2, 8)
+    assert engine.scheduler.slots.available == Room(2, 8)
     assert engine.scheduler.stats().adapters == []
 
 
@@ -623,7 +623,7 @@ def test_abort_while_the_slot_is_loading() -> None:
     engine.abort(["a"])
     assert engine.scheduler.has_work
     finish(engine)
-    assert engine.scheduler.slots.available == (2, 8)
+    assert engine.scheduler.slots.available == Room(2, 8)
 
 
 # --- two steps in flight ---
