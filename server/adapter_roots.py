@@ -57,7 +57,7 @@ class AdapterRoots:
     def find(self, name: str) -> Path | None:
         """The adapter's folder of this name directly in a root, the first one that has it."""
         for root in self._roots:
-            if (root / name / CONFIG_NAME).is_file():
+            if _is_adapter(root / name):
                 return self._allowed_or_none(root / name)
         return None
 
@@ -76,7 +76,7 @@ class AdapterRoots:
                     folder = known[1]
                     is_adapter = folder is not None
                 else:
-                    is_adapter = (root / name / CONFIG_NAME).is_file()
+                    is_adapter = _is_adapter(root / name)
                     folder = self._allowed_or_none(root / name) if is_adapter else None
                 if changed < now - _SETTLED:
                     seen[path] = changed, folder
@@ -93,6 +93,13 @@ class AdapterRoots:
 
     def _inside(self, path: Path) -> bool:
         return any(path.is_relative_to(root) for root in self._roots)
+
+
+def _is_adapter(folder: Path) -> bool:
+    try:
+        return (folder / CONFIG_NAME).is_file()
+    except OSError:
+        return False
 
 
 def _folders(root: Path) -> list[tuple[str, int]]:

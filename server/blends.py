@@ -39,17 +39,18 @@ class Leased:
     blend: Blend = ()
 
 
-def select(registry: Registry, body: GenerationRequest) -> Selection:
+async def select(registry: Registry, body: GenerationRequest) -> Selection:
     """Raises ModelNotFoundError, and BadRequestError when adapters are named in two ways."""
     if body.adapters is None:
-        return Selection(registry.resolve(body.model, body.adapter))
+        return Selection(await registry.resolve(body.model, body.adapter, body.user))
     if body.adapter is not None:
         message = "Send either adapter or adapters"
         raise BadRequestError(message, param="adapters", code="adapter_conflict")
-    if (named := registry.resolve(body.model)) is not None:
+    if (named := await registry.resolve(body.model)) is not None:
         message = f"model names the adapter {named!r}, adapters names others"
         raise BadRequestError(message, param="adapters", code="adapter_conflict")
-    names = [_resolve(registry, index, part) for index, part in enumerate(body.adapters)]
+    parts = enumerate(body.adapters)
+    names = [await _resolve(registry, index, part, body.user) for index, part in parts]
     weights = [part.weight for part in body.adapters]
     if len(names) == 1 and weights == [1]:
         return Selection(names[0])
@@ -76,12 +77,13 @@ async def lease(
         yield _combine(versions, weights, info)
 
 
-def _resolve(registry: Registry, index: int, part: AdapterWeight) -> str:
+async def _resolve(registry: Registry, index: int, part: AdapterWeight, user: str | None) -> str:
     try:
-        name = registry.resolve(registry.base_name, part.name)
+        name = await registry.resolve(registry.base_name, part.name, user)
     except ModelNotFoundError:
         raise ModelNotFoundError(part.name, param=_param(index)) from None
-    assert name is not None
+    if name is None:  # an alias that stands for the base model
+        raise ModelNotFoundError(part.name, param=_param(index))
     return name
 
 

@@ -148,9 +148,7 @@ class Generation:
                     return  # a stop string: closing ends it in the engine as well
 
 
-def _make_choice(
-    request: ValidRequest, prompt: Prompt, index: int, child: int
-) -> Choice:
+def _make_choice(request: ValidRequest, prompt: Prompt, index: int, child: int) -> Choice:
     sampling = request.sampling
     own = msgspec.structs.replace(
         sampling,

@@ -215,7 +215,7 @@ async def _run(server: Server, jobs: Sequence[_Job], bar: "tqdm[Any]") -> list[R
     async with AsyncExitStack() as leases:
         versions = {}
         for adapter in dict.fromkeys(job.adapter for job in jobs):
-            name = server.registry.resolve(server.base_name, adapter)
+            name = await server.registry.resolve(server.base_name, adapter)
             versions[adapter] = await leases.enter_async_context(server.registry.lease(name))
         requests = [await _check(server, job, versions[job.adapter]) for job in jobs]
         try:

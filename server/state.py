@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 from fastapi import Request
 
 from lorakeet.configs.settings import Settings
+from lorakeet.server.adapter_state import StateFile
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.admission import check_token_ids
 from lorakeet.server.demo import model_folder
@@ -21,6 +23,7 @@ from lorakeet.server.registry import Registry, Version
 from lorakeet.server.templates import TemplateRenderer
 from lorakeet.server.text_config import read_text_config
 from lorakeet.server.tokens import Tokenizer, TokenizerError
+from lorakeet.server.uploads import Uploads
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 
@@ -41,11 +44,16 @@ class Server:
         self.engine = engine
         self.base_name = settings.served_model_name or (settings.model or "demo").rstrip("/")
         self.metrics = Metrics(self.base_name)
-        self.registry = Registry(settings, self.base_name, engine, self.metrics)
+        self.uploads = Uploads(settings.adapter_upload_dir, settings.adapter_upload_limit)
+        self._state_file = StateFile(settings.state_dir)
+        self.registry = Registry(
+            settings, self.base_name, engine, self.metrics, self._state_file, self.uploads
+        )
         self.phase: Phase = "loading"
         self.created = int(time.time())
         self.running = 0  # answers that are being made
         self.finished: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
+        self._checking: asyncio.Task[None] | None = None
         self._reserved = 0  # choices of all requests, queued or running
         self._renderer = TemplateRenderer()
         self._adapter_renderer = TemplateRenderer()  # a bad one must not hold the model's own up
@@ -54,8 +62,9 @@ class Server:
         """Load tokenizer, engine and the adapters of the settings; then the server is ready.
 
         Raises DemoModelError, ModelNotFoundError, UnsupportedModelError, TextConfigError,
-        EngineDeadError, and APIError for an adapter that cannot be loaded.
+        EngineDeadError, FolderError, and APIError for an adapter that cannot be loaded.
         """
+        await self._restore()
         folder = await asyncio.to_thread(model_folder, self.settings.model)
         text = await asyncio.to_thread(read_text_config, folder)
         self.engine.on_stats(self._observe_slot_loads)
@@ -67,10 +76,17 @@ class Server:
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(
-            self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_names
+            self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_ids
         )
+        self._checking = asyncio.create_task(self.registry.warn_of_missing())
         if self.phase == "loading":
             self.phase = "ready"
+
+    async def _restore(self) -> None:
+        state = await asyncio.to_thread(self._state_file.open)
+        used = [Path(known.path) for known in state.adapters.values()]
+        await asyncio.to_thread(self.uploads.open, used)
+        self.registry.restore(state)
 
     def check_ready(self) -> None:
         """Raises UnavailableError unless new work is taken."""
@@ -139,11 +155,15 @@ class Server:
             self.finished.set_result(error)
 
     async def close(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
+        await self.uploads.close()
+        self._state_file.close()
         await self._renderer.close()
         await self._adapter_renderer.close()
 
-    def _adapter_names(self) -> Mapping[int, str]:
-        return {version.adapter_id: version.name for version in self.registry.versions()}
+    def _adapter_ids(self) -> Mapping[str, int]:
+        return {version.name: version.adapter_id for version in self.registry.versions()}
 
     def _observe_slot_loads(self, stats: EngineStats) -> None:
         """Each report holds the copies since the one before."""

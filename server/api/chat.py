@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
         )
 
     plan = Plan(
-        selection=select(server.registry, body),
+        selection=await select(server.registry, body),
         num_choices=body.n or 1,
         stream=bool(body.stream),
         include_usage=body.include_usage,

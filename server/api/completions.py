@@ -11,8 +11,8 @@ from lorakeet.server.admission import Prompt, ValidRequest
 from lorakeet.server.api.logprobs import completion_logprobs, prompt_logprobs, text_offsets
 from lorakeet.server.api.schemas import CompletionRequest, read_body
 from lorakeet.server.api.sse import Answer, EventWriter, Plan, Result
-from lorakeet.server.engine.messages import TokenLogprob
 from lorakeet.server.blends import select
+from lorakeet.server.engine.messages import TokenLogprob
 from lorakeet.server.errors import BadRequestError
 from lorakeet.server.generation import Choice, Delta, ScoredToken, Usage
 from lorakeet.server.profiles import Profile
@@ -39,7 +39,7 @@ async def completions(request: Request) -> Response:
         )
 
     plan = Plan(
-        selection=select(server.registry, body),
+        selection=await select(server.registry, body),
         num_choices=(body.n or 1) * len(prompts),
         stream=bool(body.stream),
         include_usage=body.include_usage,

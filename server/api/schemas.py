@@ -12,7 +12,7 @@ from lorakeet.server.engine.messages import MAX_BLEND, MAX_LOGPROBS
 from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
-_NESTED = {"messages", "stream_options", "adapters"}
+_NESTED = {"messages", "stream_options", "adapters", "targets"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
 
 WireModel = TypeVar("WireModel", bound="Wire")
@@ -166,6 +166,16 @@ class LoadRequest(Wire):
     load_inplace: bool | None = None
     pinned: bool | None = None
     base_model_name: Annotated[Any, _only()] = None
+
+
+class AliasTarget(Wire):
+    adapter: str
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+
+
+class AliasRequest(Wire):
+    alias: str
+    targets: Annotated[list[AliasTarget], Field(min_length=1, max_length=100)]
 
 
 class UnloadRequest(Wire):

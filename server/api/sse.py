@@ -187,6 +187,8 @@ class Answer(Response):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
+        if (adapter := self._plan.selection.adapter) is not None:
+            headers = [*headers, (b"x-lorakeet-adapter", adapter.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _timed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:

@@ -20,7 +20,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("Send either prompt or messages", param="prompt")
-    adapter = server.registry.resolve(body.model or server.base_name, body.adapter)
+    adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
     async with server.registry.lease(adapter) as version:
         profile = server.profile(version)
         token_ids = await _tokens(server, profile, body)
@@ -58,7 +58,7 @@ async def _tokens(server: Server, profile: Profile, body: TokenizeRequest) -> li
 async def detokenize(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, DetokenizeRequest)
-    adapter = server.registry.resolve(body.model or server.base_name, body.adapter)
+    adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
     async with server.registry.lease(adapter) as version:
         profile = server.profile(version)
         admission.check_token_ids(body.tokens, profile.vocab_size, "tokens")

@@ -68,7 +68,9 @@ def test_load_use_unload(toy: ToyServer, source: Path) -> None:
     response = load(toy, "x", adapter_folder(source / "x", 3), pinned=True)
     assert response.status_code == 200
     entry = toy.http.get("/v1/adapters/x").json()
-    assert entry == response.json()
+    outcome = {"changed", "freed", "freed_bytes", "freeing"}
+    assert response.json().keys() - entry.keys() == outcome
+    assert entry.items() <= response.json().items()
     assert (entry["state"], entry["tier"], entry["pinned"]) == ("ready", "host", True)
     assert (entry["rank"], entry["modules"], entry["bytes"]) == (8, ["q_proj"], 1024)
     assert shift(toy, "x") == 3
@@ -102,7 +104,7 @@ def test_adapters_are_a_resource(toy: ToyServer, source: Path) -> None:
     body = {"lora_name": "org/x", "lora_path": str(adapter_folder(source / "a", 3))}
     created = toy.http.post("/v1/adapters", json=body)
     assert created.status_code == 200
-    assert created.json() == toy.http.get("/v1/adapters/org/x").json()
+    assert toy.http.get("/v1/adapters/org/x").json().items() <= created.json().items()
     assert toy.http.post("/v1/adapters", json=body).status_code == 400
     assert shift(toy, "org/x") == 3
     assert toy.http.get("/v1/models/org/x").json()["id"] == "org/x"
@@ -242,7 +244,8 @@ def test_no_locks_are_kept(toy: ToyServer, source: Path) -> None:
     assert not registry._locks
     assert not registry._leases
     assert not registry._retired
-    assert not registry._hidden
+    assert not registry.catalog.hidden
+    assert not registry._contents._contents
 
 
 # --- every ending gives the lease back (C03) ------------------------------------------------------
