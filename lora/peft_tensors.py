@@ -71,6 +71,12 @@ class LoRAModule(_Module):
     magnitude: Tensor | None = None  # (out,), DoRA's
     bias: Tensor | None = None  # (out,), of B
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What it has of A, B, magnitude and bias, by name."""
+        parts = {"a": self.a, "b": self.b, "magnitude": self.magnitude, "bias": self.bias}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
 
 @dataclass(frozen=True)
 class BaseTensor(_Module):
@@ -241,14 +247,8 @@ def _digest(modules: Sequence[LoRAModule], biases: Sequence[BaseTensor]) -> str:
     for module in modules:
         digest.update(f"{module.layer} {module.name} ".encode())
         digest.update(struct.pack("<d", module.scaling.scale))
-        for part, tensor in (
-            ("", module.a),
-            ("", module.b),
-            ("magnitude ", module.magnitude),
-            ("bias of B ", module.bias),
-        ):
-            if tensor is not None:
-                _add_tensor(digest, part, tensor)
+        for part, tensor in module.tensors.items():
+            _add_tensor(digest, f"{part} ", tensor)
     for bias in biases:
         _add_tensor(digest, f"{bias.layer} {bias.name} bias ", bias.tensor)
     return digest.hexdigest()
