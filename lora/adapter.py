@@ -112,6 +112,11 @@ class Adapter:
         return not (self.has_magnitude or self.vocabulary or self.invocation)
 
     @property
+    def vocabulary_bytes(self) -> int:
+        """Of its embedding and head rows on the device."""
+        return 0 if self.vocabulary is None else self.vocabulary.num_bytes
+
+    @property
     def num_rows(self) -> int:
         """Rows that it needs in the pool: its rank, one for biases, one for magnitudes."""
         return self.rank + self.has_bias + self.has_magnitude

@@ -123,7 +123,7 @@ class HostTier:
                 adapter.digest,
                 adapter.num_rows,
                 invocation=adapter.invocation,
-                vocabulary_bytes=adapter.vocabulary.num_bytes if adapter.vocabulary else 0,
+                vocabulary_bytes=adapter.vocabulary_bytes,
             )
         except (AdapterError, PoolError) as error:
             self._host_store.release(adapter_id)

@@ -41,7 +41,7 @@ def make_adapter(
         **lora_config,
     )
     model = get_peft_model(copy.deepcopy(base_model(model_folder)), config)
-    _randomise(model, torch.Generator().manual_seed(seed))
+    randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(str(folder))
     return folder
 
@@ -124,7 +124,7 @@ def _peft_model(
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, generator: torch.Generator) -> None:
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
     """Draw everything trainable anew, so that A x is about as large as x and deltas are seen."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

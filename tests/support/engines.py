@@ -81,7 +81,11 @@ class StepEngine:
         self._next_adapter += 1
         adapter = self.runner.host_store.load(adapter_id, path).result(timeout=60)
         self.scheduler.add_adapter(
-            adapter_id, adapter.digest, adapter.num_rows, invocation=adapter.invocation
+            adapter_id,
+            adapter.digest,
+            adapter.num_rows,
+            invocation=adapter.invocation,
+            vocabulary_bytes=adapter.vocabulary_bytes,
         )
         return adapter_id
 
