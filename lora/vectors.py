@@ -22,7 +22,7 @@ from torch import Tensor
 from lorakeet.lora.adapter import AdapterError
 from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors, Place, all_finite
 
-_BLOCK_VALUES = 2**24  # weights in float32 at a time
+_BLOCK_VALUES = 2**22  # weights in float32 at a time: the device may have little memory left
 
 
 @dataclass(frozen=True)

@@ -100,16 +100,24 @@ def test_dora_everywhere(
 ) -> None:
     """Base biases are not scaled."""
     targets = ALL_LINEAR if kind == "llama_tied" else EVERYTHING
-    options = {"target_modules": targets, "use_rslora": use_rslora, "lora_alpha": 6}
-    folder = make_adapter(tmp_path, models(kind), use_dora=True, **options)
+    options = {"use_dora": True, "use_rslora": use_rslora}
+    folder = make_adapter(tmp_path, models(kind), lora_alpha=6, target_modules=targets, **options)
     adapter = assert_outputs_are_pefts(folder, models(kind))
     assert adapter.num_rows == 9 + (kind in ("llama_bias", "qwen2"))
 
 
-@pytest.mark.parametrize("target", EVERYTHING)
-def test_dora_of_one_module(models: Callable[[str], Path], tmp_path: Path, target: str) -> None:
-    folder = make_adapter(tmp_path, models("llama"), use_dora=True, r=3, target_modules=[target])
-    assert_outputs_are_pefts(folder, models("llama"))
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        *(("llama", name) for name in EVERYTHING),
+        *(("llama_tied", name) for name in EVERYTHING[-2:]),
+    ],
+)
+def test_dora_of_one_module(
+    models: Callable[[str], Path], tmp_path: Path, kind: str, target: str
+) -> None:
+    folder = make_adapter(tmp_path, models(kind), use_dora=True, r=3, target_modules=[target])
+    assert_outputs_are_pefts(folder, models(kind))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +312,9 @@ def test_what_overflows_the_serving_dtype(models: Callable[[str], Path], tmp_pat
 def test_identity_covers_magnitudes_and_biases(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    for number, options in enumerate(({"use_dora": True}, {"bias": "all"}, {"lora_bias": True})):
-        folder = make_adapter(tmp_path / str(number), models("qwen2"), **options)
+    every: list[dict[str, Any]] = [{"use_dora": True}, {"bias": "all"}, {"lora_bias": True}]
+    for options in every:
+        folder = make_adapter(tmp_path / "".join(options), models("qwen2"), **options)
         digest = read(folder, models("qwen2")).digest
         (key, *_) = (k for k in tensors_of(folder) if k.endswith((".bias", "_vector")))
         edit_tensors(folder, lambda tensors, key=key: tensors | {key: tensors[key] * 1.5})  # type: ignore[misc]
