@@ -262,7 +262,8 @@ def _add_factors(module: LoRAModule, ids: Tensor, rows: Tensor, size: int) -> Te
         return rows
     if module.name == "embed_tokens":  # its norms are over all tokens
         raise AdapterError(f"{module.path}: DoRA of a changed embedding is not supported")
-    return rows * (module.magnitude.float()[ids] / rows.norm(dim=1))[:, None]
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return rows * (module.magnitude.float()[ids] / norms)[:, None]
 
 
 def _fit(module: LoRAModule, base_size: int, size: int) -> LoRAModule:

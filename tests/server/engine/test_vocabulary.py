@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import PoolError
 from lorakeet.models.sampler import SamplingRow, build, sample, score
+from lorakeet.server.engine.graphs import DecodeGraphs
 from support.adapters import make_adapter, peft_logprobs
 from support.engines import Collected, StepEngine
 from support.models import VOCAB_SIZE, tiny_model
@@ -98,6 +99,15 @@ def test_every_kind_at_once_is_as_with_peft(model_kind: str, tmp_path: Path) -> 
         assert any(set(tokens) & set(ADDED) for tokens in loud), "no added token was generated"
 
 
+def most_vocabulary_bytes(engine: StepEngine) -> int:
+    """Run all that there is to do; the most memory that vocabularies took after a step."""
+    most = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        most = max(most, engine.runner.pool.vocabularies.num_bytes)
+    return most
+
+
 def test_vocabularies_share_bounded_memory(model: Path, tmp_path: Path) -> None:
     """Room for one and a half: they take turns, and all of it is free in the end."""
     kind = KINDS["both"]
@@ -108,20 +118,15 @@ def test_vocabularies_share_bounded_memory(model: Path, tmp_path: Path) -> None:
     ]
     ids = [engine.load(folder) for folder in folders]
     prompt = prompt_for(VOCAB_SIZE, 0)
-    largest = 0
     for number, adapter_id in enumerate(ids):
         engine.add(str(number), prompt, adapter_id, logprobs=0)
-    while engine.scheduler.has_work:
-        engine.step()
-        largest = max(largest, engine.runner.pool.vocabularies.num_bytes)
-    assert largest == one
+    assert most_vocabulary_bytes(engine) == one
     for number, folder in enumerate(folders):
         check_vocabulary(model, folder, kind, prompt, engine.results[str(number)])
     for adapter_id in ids:
         engine.scheduler.remove_adapter(AdapterId(adapter_id))
         engine.scheduler.take_unloaded()
-    while engine.scheduler.has_work:
-        engine.step()
+    most_vocabulary_bytes(engine)
     assert engine.runner.pool.vocabularies.num_bytes == 0
     engine.scheduler.check()
 
@@ -152,7 +157,9 @@ def test_a_slot_keeps_nothing_of_its_last_vocabulary(
         check(model, folder, prompt, engine.results[f"plain {turn}"])
 
 
-def test_graphs_replay_only_steps_with_the_base_embedding(model: Path, tmp_path: Path) -> None:
+def test_graphs_replay_only_steps_with_the_base_embedding(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the static batches of graphs, without a GPU."""
     engine = StepEngine(model, max_loras=4)
     kinds = {name: KINDS[name] for name in ("head", "resized", "tokens")}
@@ -161,15 +168,14 @@ def test_graphs_replay_only_steps_with_the_base_embedding(model: Path, tmp_path:
     }
     ids = {name: engine.load(folder) for name, folder in folders.items()}
     engine.runner.capture_graphs()
-    graphs, replayed = engine.runner.graphs, list[str]()
-    assert graphs is not None
+    graphs, replayed = cast(DecodeGraphs, engine.runner.graphs), list[str]()
     run = graphs.run
 
-    def count(*args: object) -> torch.Tensor:
+    def count(*args: Any) -> torch.Tensor:
         replayed.append(name)
-        return run(*args)  # type: ignore[arg-type]
+        return run(*args)
 
-    graphs.run = count  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(graphs, "run", count)
     for name, adapter_id in ids.items():
         prompt = prompt_for(kinds[name].size, 5)
         engine.add(name, prompt, adapter_id, logprobs=0, max_tokens=6)
