@@ -49,7 +49,7 @@ def served(toy: ToyServer, model: str, **fields: Any) -> str | None:
     assert response.json()["model"] == model
     text = response.json()["choices"][0]["text"]
     shift = toy.server.tokenizer.encode(text, add_special_tokens=False)[0] - 40
-    adapter = response.headers.get("x-lorakeet-adapter")
+    adapter: str | None = response.headers.get("x-lorakeet-adapter")
     assert adapter == (f"a{shift}" if shift else None)
     return adapter
 

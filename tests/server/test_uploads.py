@@ -27,8 +27,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def toy(toy_model: Path, store: Path) -> Iterator[ToyServer]:
-    options = {"adapter_upload_dir": store, "adapter_upload_limit": LIMIT}
-    with toy_server(toy_model, **options) as server:
+    with toy_server(toy_model, adapter_upload_dir=store, adapter_upload_limit=LIMIT) as server:
         yield server
     assert set(folders(store)) <= {Path(v.path) for v in server.server.registry.versions()}
 
