@@ -73,10 +73,35 @@ class Settings(BaseModel):
     )
     max_loras: Count = Field(32, description="Distinct adapters in one step")
     max_lora_rank: Count = Field(64, description="Largest rank that an adapter may have")
+    max_blend_rank: Count | None = Field(
+        None,
+        description="Largest sum of ranks in one request's blend (default: twice max-lora-rank)",
+    )
     lora_memory: Size | None = Field(
         None,
         description="GPU pool of adapters (default: max-loras adapters of the largest rank, in at"
         " most a quarter of the free memory)",
+    )
+    lora_vocabulary_memory: Size | None = Field(
+        None,
+        description="GPU memory for embedding and head rows that adapters bring (default: enough"
+        " for max-loras adapters that replace all, in at most 1/32 of the free memory)",
+    )
+    host_lora_memory: Size | None = Field(
+        None,
+        description="Adapters kept in host memory; those that are not in use are put out and read"
+        " again from disk (default: a quarter of the memory)",
+    )
+    adapter_upload_dir: Path | None = Field(
+        None,
+        description="Folder of the server's own for adapters that are uploaded; left out: none may"
+        " be. Without a state-dir they are removed at the next start",
+    )
+    adapter_upload_limit: Size = Field(
+        2 * 2**30, description="Largest upload of an adapter (default: 2GiB)"
+    )
+    state_dir: Path | None = Field(
+        None, description="Folder that keeps registered adapters and aliases over a restart"
     )
 
     host: Text = Field("127.0.0.1", description="Address to listen on")

@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # the API process uses the names below without waiting for to
 AdapterId = NewType("AdapterId", int)  # one load of one adapter; never used again; 0 is the base
 Slot = NewType("Slot", int)  # row of the pool's row table, a kernel's weight index; 0 is none
 
+MAX_EXTRA_ROWS = 2  # of an adapter, beside those of its rank: see `Adapter.num_rows`
+
 
 class AdapterError(Exception):
     """An adapter cannot be loaded; the message says which file or tensor, and why."""
@@ -46,11 +48,42 @@ class GroupWeights:
     The shape of A is (num_layers, slices, rank, input_size), of B (num_layers, rank, output_size):
     B is rank-major, the slices of one rank side by side. `rank` is the largest true rank in the
     group; rows past a layer's own rank, and slices that the adapter leaves alone, are zeros.
+
+    `bias` and `magnitude` are (num_layers, output_size), zero where there is none; None: none at
+    all. The output is `y (1 + magnitude) + Σ (A x) B + bias`, y being the base layer's, with the
+    base layer's own bias (so for DoRA, which leaves that one alone, `bias` takes it back).
     """
 
     a: Tensor
     b: Tensor
-    ranks: tuple[int, ...]  # true rank by layer; 0: the layer is left alone
+    ranks: tuple[int, ...]  # true rank by layer; 0: no rank row
+    bias: Tensor | None = None
+    magnitude: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of the embedding or the output head that an adapter has in place of the base's.
+
+    What a LoRA of that module adds to them is in them already.
+    """
+
+    ids: Tensor  # (N,) int64, ascending, at least one
+    rows: Tensor  # (N, hidden)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Where an adapter's tokens are not the base model's."""
+
+    size: int  # its token ids are 0 … size - 1, which may be more than the model's, or fewer
+    embed_tokens: TokenRows | None  # None: all rows are the base's
+    lm_head: TokenRows | None
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [part for part in (self.embed_tokens, self.lm_head) if part is not None]
+        return sum(part.ids.nbytes + part.rows.nbytes for part in parts)
 
 
 @dataclass(frozen=True)
@@ -58,7 +91,32 @@ class Adapter:
     """An adapter in host memory, checked against the model, ready to be copied to the pool."""
 
     digest: str  # sha256 over config and tensors: the content identity
-    rank: int  # rows it needs in the pool: the largest rank of all its groups
+    rank: int  # the largest of all its groups
     groups: dict[str, GroupWeights]
     modules: tuple[str, ...]  # PEFT leaf names that it changes, sorted
     num_bytes: int
+    invocation: tuple[int, ...] = ()  # aLoRA: tokens before the last of these are the base's
+    vocabulary: Vocabulary | None = None  # None: it has the model's
+
+    @property
+    def has_bias(self) -> bool:
+        return any(group.bias is not None for group in self.groups.values())
+
+    @property
+    def has_magnitude(self) -> bool:
+        return any(group.magnitude is not None for group in self.groups.values())
+
+    @property
+    def blendable(self) -> bool:
+        """Its effect is a sum of rows, the same for every token: it can be one of a weighted sum."""
+        return not (self.has_magnitude or self.vocabulary or self.invocation)
+
+    @property
+    def vocabulary_bytes(self) -> int:
+        """Of its embedding and head rows on the device."""
+        return 0 if self.vocabulary is None else self.vocabulary.num_bytes
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it needs in the pool: its rank, one for biases, one for magnitudes."""
+        return self.rank + self.has_bias + self.has_magnitude

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from lorakeet.kernels.segments import Segments, build_segments
+from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
 
 _DECODE_ROWS = 256  # passes up to this size are mostly decode: few rows of each adapter
@@ -39,6 +40,8 @@ class LoRAForwardBatch(ForwardBatch):
 
     lora: LoRABatch | None  # for the T token rows
     logits_lora: LoRABatch | None  # for the rows whose logits are wanted
+    vocabulary: VocabularyBatch | None = None  # for the T token rows
+    logits_vocabulary: VocabularyBatch | None = None
 
 
 def build_lora_batch(

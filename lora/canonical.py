@@ -1,12 +1,13 @@
 """The modules of a PEFT file → an `Adapter` in canonical form, checked against the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec, GroupWeights
-from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors, all_finite
+from lorakeet.lora.peft_tensors import BaseTensor, LoRAModule, PeftTensors, all_finite
+from lorakeet.lora.vectors import Vectors
 
 _ALIGNMENT = 128  # bytes; of every tensor in an adapter's block
 
@@ -20,75 +21,72 @@ def check_rank(found: PeftTensors, max_rank: int) -> None:
 def check_fit(found: PeftTensors, specs: Sequence[GroupSpec]) -> None:
     """Raise AdapterError unless every module is one of the model's and all sizes are its own."""
     by_name = {name: spec for spec in specs for name in (*spec.slice_names, spec.name)}
-    for module in found.modules:
+    everything: list[LoRAModule | BaseTensor] = [*found.modules, *found.biases, *found.copies]
+    for module in everything:
         spec = by_name[module.name]
         if module.layer >= spec.num_layers:
             raise AdapterError(
                 f"{module.path}: there is no layer {module.layer}, the model has {spec.num_layers}"
             )
-        rank = module.scaling.rank
         output_size = len(range(spec.output_size)[_place(spec, module.name)[1]])
-        for side, tensor, wanted in (
-            ("A", module.a, (rank, spec.input_size)),
-            ("B", module.b, (output_size, rank)),
-        ):
-            if tuple(tensor.shape) != wanted:
+        for part, tensor, wanted in _sizes(module, spec.input_size, output_size):
+            if tensor is not None and tuple(tensor.shape) != wanted:
                 raise AdapterError(
-                    f"{module.path}: the shape of {side} is {tuple(tensor.shape)}, "
+                    f"{module.path}: the shape of {part} is {tuple(tensor.shape)}, "
                     f"for this model it must be {wanted}"
                 )
     _check_fused(found.modules, specs)
-    for name, copy in found.base_copies.items():
-        vocab = by_name["embed_tokens"].input_size
-        hidden = by_name["lm_head"].input_size
-        if copy.shape[0] != vocab:
-            raise AdapterError(
-                f"{name}: the file has a vocabulary of {copy.shape[0]} tokens, "
-                f"the model one of {vocab}: added tokens are not supported"
-            )
-        if copy.shape[1] != hidden:
-            raise AdapterError(f"{name}: hidden size {copy.shape[1]}, the model has {hidden}")
+    _check_fused(found.biases, specs)
 
 
-def check_base_copies(found: PeftTensors, base_weights: Mapping[str, Tensor] | None) -> None:
-    """PEFT writes an adapted embedding's own weights beside its factors: they must be the base's.
-
-    `base_weights`: the model's "embed_tokens" and "lm_head", each (vocab, hidden), on any device.
-    Raises AdapterError where the file, whose sizes fit, holds other values, or there is nothing to
-    compare with.
-    """
-    for name, copy in found.base_copies.items():
-        if base_weights is None:
-            raise AdapterError(f"{name}: the file holds its weights; there is no model to compare")
-        if not _equal(copy, base_weights[name]):
-            raise AdapterError(
-                f"{name}: the file holds weights that differ from the base model's: "
-                "modules_to_save is not supported"
-            )
+def _sizes(
+    module: LoRAModule | BaseTensor, input_size: int, output_size: int
+) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+    """The tensors of a module, and what their shapes must be."""
+    if isinstance(module, LoRAModule):
+        rank = module.scaling.rank
+        yield "A", module.a, (rank, input_size)
+        yield "B", module.b, (output_size, rank)
+        yield "the magnitude", module.magnitude, (output_size,)
+        yield "the bias of B", module.bias, (output_size,)
+    elif module.tensor.ndim == 1:
+        yield "the bias", module.tensor, (output_size,)
+    else:
+        yield "the weight", module.tensor, (output_size, input_size)
 
 
 def pack(
-    found: PeftTensors, specs: Sequence[GroupSpec], dtype: torch.dtype, *, pin_memory: bool = False
+    found: PeftTensors,
+    vectors: Vectors,
+    specs: Sequence[GroupSpec],
+    dtype: torch.dtype,
+    *,
+    pin_memory: bool = False,
 ) -> Adapter:
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
-    The scale is multiplied into B in float32, before the rounding to `dtype`. Raises AdapterError
-    when a value is too large for `dtype`.
+    Scale and DoRA's factor are multiplied into B in float32, before the rounding to `dtype`. Raises
+    AdapterError when a value is too large for `dtype`.
     """
-    plans = [_Plan(spec, found.modules) for spec in specs]
-    plans = [plan for plan in plans if plan.rank]
-    shapes = [shape for plan in plans for shape in (plan.a_shape, plan.b_shape)]
+    plans = [_Plan(spec, found.modules, vectors) for spec in specs]
+    plans = [plan for plan in plans if plan.rank or plan.has_bias]
+    shapes = [shape for plan in plans for shape in plan.shapes.values()]
     block, views = _allocate(shapes, dtype, pin_memory)
-    groups = {}
-    for plan, a, b in zip(plans, views[::2], views[1::2], strict=True):
+    groups, remaining = {}, iter(views)
+    for plan in plans:
+        tensors = {name: next(remaining) for name in plan.shapes}
+        weights = GroupWeights(ranks=plan.ranks, **tensors)
         for module in plan.modules:
-            _write(module, plan.spec, a[module.layer], b[module.layer])
-        groups[plan.spec.name] = GroupWeights(a, b, plan.ranks)
+            factor = vectors.factors.get(module.place)
+            _write(module, factor, plan.spec, weights.a[module.layer], weights.b[module.layer])
+        _write_vectors(vectors, plan, weights)
+        groups[plan.spec.name] = weights
+    changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
     return Adapter(
         digest=found.digest,
         rank=found.rank,
         groups=groups,
-        modules=tuple(sorted({module.name for module in found.modules})),
+        modules=tuple(sorted(changed)),
         num_bytes=block.nbytes,
     )
 
@@ -96,17 +94,25 @@ def pack(
 class _Plan:
     """The shapes of one group."""
 
-    def __init__(self, spec: GroupSpec, modules: Sequence[LoRAModule]) -> None:
-        names = {*spec.slice_names, spec.name}
+    def __init__(self, spec: GroupSpec, modules: Sequence[LoRAModule], vectors: Vectors) -> None:
+        self.names = {*spec.slice_names, spec.name}
         self.spec = spec
-        self.modules = [module for module in modules if module.name in names]
+        self.modules = [module for module in modules if module.name in self.names]
         ranks = [0] * spec.num_layers
         for module in self.modules:
             ranks[module.layer] = max(ranks[module.layer], module.scaling.rank)
         self.ranks = tuple(ranks)
         self.rank = max(ranks)
-        self.a_shape = (spec.num_layers, len(spec.slice_names), self.rank, spec.input_size)
-        self.b_shape = (spec.num_layers, self.rank, spec.output_size)
+        self.has_bias = any(name in self.names for _, name in vectors.biases)
+        layers, vector = spec.num_layers, (spec.num_layers, spec.output_size)
+        self.shapes: dict[str, tuple[int, ...]] = {
+            "a": (layers, len(spec.slice_names), self.rank, spec.input_size),
+            "b": (layers, self.rank, spec.output_size),
+        }
+        if self.has_bias:
+            self.shapes["bias"] = vector
+        if any(name in self.names for _, name in vectors.factors):
+            self.shapes["magnitude"] = vector
 
 
 def _allocate(
@@ -123,18 +129,34 @@ def _allocate(
     ]
 
 
-def _write(module: LoRAModule, spec: GroupSpec, a: Tensor, b: Tensor) -> None:
+def _write(
+    module: LoRAModule, factor: Tensor | None, spec: GroupSpec, a: Tensor, b: Tensor
+) -> None:
     """Copy one module into its layer: a (slices, rank, in), b (rank, output_size).
 
     A fused module has one A for all its slices.
     """
     rank = module.scaling.rank
     slices, columns = _place(spec, module.name)
+    scaled = module.b.T.float() * module.scaling.scale
     a[slices, :rank] = module.a
-    b[:rank, columns] = module.b.T.float() * module.scaling.scale
+    b[:rank, columns] = scaled if factor is None else scaled * factor
     for side, written in (("A", a[slices, :rank]), ("B", b[:rank, columns])):
         if not all_finite(written):
             raise AdapterError(f"{module.path}: {side}, scaled, is too large for {a.dtype}")
+
+
+def _write_vectors(vectors: Vectors, plan: _Plan, weights: GroupWeights) -> None:
+    """A bias of a fused module is added to those of its parts."""
+    for (layer, name), factor in vectors.factors.items():
+        if name in plan.names and weights.magnitude is not None:
+            weights.magnitude[layer, _place(plan.spec, name)[1]] = factor - 1
+    for (layer, name), bias in vectors.biases.items():
+        if name in plan.names and weights.bias is not None:
+            weights.bias[layer, _place(plan.spec, name)[1]] += bias
+    for part, values in (("magnitude", weights.magnitude), ("bias", weights.bias)):
+        if values is not None and not all_finite(values):
+            raise AdapterError(f"{plan.spec.name}: a {part} is too large for {values.dtype}")
 
 
 def _place(spec: GroupSpec, name: str) -> tuple[slice, slice]:
@@ -146,19 +168,12 @@ def _place(spec: GroupSpec, name: str) -> tuple[slice, slice]:
     return slice(index, index + 1), slice(start, start + spec.slice_sizes[index])
 
 
-def _check_fused(modules: Sequence[LoRAModule], specs: Sequence[GroupSpec]) -> None:
+def _check_fused(
+    modules: Sequence[LoRAModule] | Sequence[BaseTensor], specs: Sequence[GroupSpec]
+) -> None:
     present = {(module.layer, module.name) for module in modules}
     for spec in specs:
         for layer in range(spec.num_layers):
             for name in spec.slice_names:
                 if name != spec.name and {(layer, name), (layer, spec.name)} <= present:
                     raise AdapterError(f"layer {layer} has both {spec.name} and {name}")
-
-
-def _equal(copy: Tensor, base: Tensor) -> bool:
-    """In blocks of rows: the model may be on a device with little memory left."""
-    rows = 4096
-    return all(
-        torch.equal(copy[i : i + rows].to(base.device, base.dtype), base[i : i + rows])
-        for i in range(0, copy.shape[0], rows)
-    )

@@ -1,9 +1,16 @@
-"""Adapters in host memory: read in the background, shared by content, freed by reference."""
+"""Adapters in host memory: read in the background, shared by content, bounded, freed by reference.
 
+An adapter that is not in use may be put out to make room for another. It stays known, and is read
+again from its folder when it is wanted; only the same content is then taken.
+"""
+
+import contextlib
 import logging
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
@@ -16,8 +23,30 @@ from lorakeet.lora.peft_files import read_adapter
 _log = logging.getLogger(__name__)
 
 
+def default_host_bytes() -> int:
+    """A quarter of the memory that this process may use: the machine's, or its cgroup's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total // 4
+
+
+@dataclass
+class _Record:
+    """What is known of one id until it is released."""
+
+    path: Path
+    digest: str | None  # what its content must be; None: whatever is found first
+    pinned: bool = False
+    num_bytes: int = 0  # of the adapter, once it has been read
+    adapter: Adapter | None = None  # while it is in memory
+    future: Future[Adapter] | None = None  # of the read under way
+    reserved: int = 0  # bytes kept free for that read
+    seconds: dict[str, float] = field(default_factory=dict)  # of the last read, by stage
+
+
 class HostStore:
-    """Holds each adapter's weights from the moment it is read until it is released.
+    """Holds each adapter's weights from the moment it is read until it is put out or released.
 
     Ids with the same content share one `Adapter`. All methods may be called from any thread, and
     only `shutdown` waits.
@@ -29,12 +58,15 @@ class HostStore:
         *,
         max_rank: int,
         dtype: torch.dtype,
+        max_bytes: int | None = None,
         pin_memory: bool = False,
         base_weights: Mapping[str, Tensor] | None = None,
         base_model: str | None = None,
         num_threads: int = 2,
     ) -> None:
-        """`num_threads` adapters are read at a time; the rest is as in `read_adapter`."""
+        """`num_threads` adapters are read at a time; None for `max_bytes` is no limit; the rest is
+        as in `read_adapter`."""
+        self.max_bytes = max_bytes
         self._specs = tuple(specs)
         self._max_rank = max_rank
         self._dtype = dtype
@@ -43,33 +75,85 @@ class HostStore:
         self._base_model = base_model
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-reader")
         self._lock = Lock()
-        self._futures: dict[AdapterId, Future[Adapter]] = {}  # not released, not failed
-        self._adapters: dict[AdapterId, Adapter] = {}
-        self._seconds: dict[AdapterId, dict[str, float]] = {}
+        self._records: dict[AdapterId, _Record] = {}  # least recently used first
         self._by_digest: dict[str, Adapter] = {}
-        self._references: Counter[str] = Counter()  # ids by digest
+        self._references: Counter[str] = Counter()  # ids in memory, by digest
+        self._num_bytes = 0
 
-    def load(self, adapter_id: AdapterId, path: Path) -> Future[Adapter]:
-        """Start to read the folder at `path`. Ids are never used again.
+    # --- reads ---
 
-        The future raises AdapterError when the adapter cannot be loaded, or was released before
-        it was; then nothing of it is kept. It raises CancelledError when it had not begun.
+    def load(self, adapter_id: AdapterId, path: Path, digest: str | None = None) -> Future[Adapter]:
+        """Start to read the folder at `path` for the first time. Ids are never used again.
+
+        The future raises AdapterError when the adapter cannot be loaded, has not this digest, or
+        was released before it was read; then nothing of it is kept. It raises CancelledError when
+        the read had not begun.
         """
         with self._lock:
-            assert adapter_id not in self._futures
-            future = self._executor.submit(self._read, adapter_id, path)
-            self._futures[adapter_id] = future
-        return future
+            assert adapter_id not in self._records
+            record = self._records[adapter_id] = _Record(path, digest)
+            return self._submit(adapter_id, record)
+
+    def reload(
+        self, adapter_id: AdapterId, beside: Collection[AdapterId] = ()
+    ) -> Future[Adapter] | None:
+        """Start to read an adapter again that was put out; None: there is no room for it now.
+
+        It is always taken when nothing else is held but `beside`, what it is needed with. The
+        future is as in `load`; a failed read leaves the id known.
+        """
+        with self._lock:
+            record = self._records[adapter_id]
+            assert record.adapter is None
+            assert record.future is None
+            if self._excess(record.num_bytes) > 0 and self._holds_others(beside):
+                return None
+            record.reserved = record.num_bytes
+            return self._submit(adapter_id, record)
+
+    def update(self, adapter_id: AdapterId, path: Path, pinned: bool) -> None:
+        """Where it is read again from now on, and whether it may be put out."""
+        with self._lock:
+            record = self._records[adapter_id]
+            record.path, record.pinned = path, pinned
+
+    # --- what is in memory ---
 
     def get(self, adapter_id: AdapterId) -> Adapter:
-        """A loaded adapter; KeyError when it is not, or no longer, loaded."""
+        """An adapter that is in memory; KeyError when it is not, or no longer."""
         with self._lock:
-            return self._adapters[adapter_id]
+            adapter = self._records[adapter_id].adapter
+        if adapter is None:
+            raise KeyError(adapter_id)
+        return adapter
+
+    def holds(self, adapter_id: AdapterId) -> bool:
+        with self._lock:
+            record = self._records.get(adapter_id)
+            return record is not None and record.adapter is not None
+
+    def touch(self, adapter_id: AdapterId) -> None:
+        """It is used now: the others are put out before it."""
+        with self._lock:
+            if (record := self._records.pop(adapter_id, None)) is not None:
+                self._records[adapter_id] = record
 
     def seconds(self, adapter_id: AdapterId) -> dict[str, float]:
-        """What the stages of a loaded adapter took: "read" and "check"."""
+        """What the stages of its last read took: "read" and "check". KeyError if not known."""
         with self._lock:
-            return dict(self._seconds[adapter_id])
+            return dict(self._records[adapter_id].seconds)
+
+    def make_room(
+        self, kept: Callable[[], Container[AdapterId]], adapter_id: AdapterId | None = None
+    ) -> list[AdapterId]:
+        """Put adapters out until the rest, and a reload of `adapter_id`, are within the limit.
+
+        The least recently used go first; pinned ones stay, and those that `kept` gives, which is
+        called if need be. Returns those that were put out.
+        """
+        with self._lock:
+            size = 0 if adapter_id is None else self._records[adapter_id].num_bytes
+            return self._put_out(size, kept)
 
     def release(self, adapter_id: AdapterId) -> int:
         """Forget an adapter, also one that is being read, failed or is not known.
@@ -77,15 +161,9 @@ class HostStore:
         Returns the bytes that this freed: 0 while another id holds the same content.
         """
         with self._lock:
-            future = self._futures.pop(adapter_id, None)
-            adapter = self._adapters.pop(adapter_id, None)
-            freed = 0
-            if adapter is not None:
-                del self._seconds[adapter_id]
-                self._references[adapter.digest] -= 1
-                if self._references[adapter.digest] == 0:
-                    del self._references[adapter.digest], self._by_digest[adapter.digest]
-                    freed = adapter.num_bytes
+            record = self._records.pop(adapter_id, None)
+            freed = 0 if record is None else self._drop(record)
+            future = None if record is None else record.future
         if future is not None:
             future.cancel()  # outside the lock: it calls the future's callbacks
         return freed
@@ -93,19 +171,67 @@ class HostStore:
     @property
     def num_bytes(self) -> int:
         """Host memory of all adapters, shared content counted once."""
-        with self._lock:
-            return sum(adapter.num_bytes for adapter in self._by_digest.values())
+        return self._num_bytes
 
     def shutdown(self) -> None:
         """Cancel what has not begun, and wait for the reads that run."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, adapter_id: AdapterId, path: Path) -> Adapter:
-        """On a reader thread. Whatever is wrong ends this load and nothing else."""
+    # --- with the lock held ---
+
+    def _submit(self, adapter_id: AdapterId, record: _Record) -> Future[Adapter]:
+        record.future = self._executor.submit(self._read, adapter_id, record)
+        return record.future
+
+    def _holds_others(self, ids: Collection[AdapterId]) -> bool:
+        """Other adapters are in memory or about to be, and will go again."""
+        return any(
+            record.reserved or (record.adapter is not None and not record.pinned)
+            for adapter_id, record in self._records.items()
+            if adapter_id not in ids
+        )
+
+    def _excess(self, size: int) -> int:
+        """Bytes over the limit if so many were added."""
+        if self.max_bytes is None:
+            return 0
+        reserved = sum(record.reserved for record in self._records.values())
+        return self._num_bytes + reserved + size - self.max_bytes
+
+    def _put_out(self, size: int, kept: Callable[[], Container[AdapterId]]) -> list[AdapterId]:
+        gone: list[AdapterId] = []
+        excess = self._excess(size)
+        if excess <= 0:
+            return gone
+        stays = kept()
+        for adapter_id, record in self._records.items():
+            if record.adapter is not None and not record.pinned and adapter_id not in stays:
+                gone.append(adapter_id)
+                excess -= self._drop(record)
+                if excess <= 0:
+                    break
+        return gone
+
+    def _drop(self, record: _Record) -> int:
+        adapter, record.adapter = record.adapter, None
+        record.reserved = 0
+        if adapter is None:
+            return 0
+        self._references[adapter.digest] -= 1
+        if self._references[adapter.digest]:
+            return 0
+        del self._references[adapter.digest], self._by_digest[adapter.digest]
+        self._num_bytes -= adapter.num_bytes
+        return adapter.num_bytes
+
+    # --- on a reader thread ---
+
+    def _read(self, adapter_id: AdapterId, record: _Record) -> Adapter:
+        """Whatever is wrong ends this read and nothing else."""
         seconds: dict[str, float] = {}
         try:
             adapter = read_adapter(
-                path,
+                record.path,
                 self._specs,
                 max_rank=self._max_rank,
                 dtype=self._dtype,
@@ -114,21 +240,38 @@ class HostStore:
                 base_model=self._base_model,
                 on_stage=seconds.__setitem__,
             )
-            return self._keep(adapter_id, adapter, seconds)
+            return self._keep(adapter_id, record, adapter, seconds)
         except AdapterError:
-            self.release(adapter_id)
+            self._forget_read(adapter_id, record)
             raise
         except Exception as error:
-            self.release(adapter_id)
+            self._forget_read(adapter_id, record)
             _log.exception("the adapter could not be read")
             raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
 
-    def _keep(self, adapter_id: AdapterId, adapter: Adapter, seconds: dict[str, float]) -> Adapter:
+    def _keep(
+        self, adapter_id: AdapterId, record: _Record, adapter: Adapter, seconds: dict[str, float]
+    ) -> Adapter:
         with self._lock:
-            if adapter_id not in self._futures:
+            if self._records.get(adapter_id) is not record:
                 raise AdapterError("the adapter was unloaded while it was read")
-            shared = self._by_digest.setdefault(adapter.digest, adapter)
+            if record.digest not in (None, adapter.digest):
+                raise AdapterError(
+                    "its files have changed since it was loaded: load it again, with load_inplace"
+                )
+            if adapter.digest not in self._by_digest:
+                self._by_digest[adapter.digest] = adapter
+                self._num_bytes += adapter.num_bytes
             self._references[adapter.digest] += 1
-            self._adapters[adapter_id] = shared
-            self._seconds[adapter_id] = seconds
+            shared = self._by_digest[adapter.digest]
+            record.adapter, record.digest = shared, adapter.digest
+            record.num_bytes, record.seconds = adapter.num_bytes, seconds
+            record.future, record.reserved = None, 0
             return shared
+
+    def _forget_read(self, adapter_id: AdapterId, record: _Record) -> None:
+        """After a failure: an id that was never loaded is not known any more."""
+        with self._lock:
+            record.future, record.reserved = None, 0
+            if record.num_bytes == 0:
+                self._records.pop(adapter_id, None)

@@ -57,6 +57,15 @@ class BaseLayerWithLoRA(nn.Module):
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     """Its A is looked up by token id, not multiplied."""
 
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        own = batch.vocabulary if isinstance(batch, LoRAForwardBatch) else None
+        if own is None:
+            return super().forward(x, batch)
+        # added tokens have no row in the base's table, whatever they get here is overwritten
+        y = super().forward(x.clamp(max=len(self.weight) - 1), batch)
+        own.embed(y, x)
+        return y
+
     def _add_delta(self, y: Tensor, x: Tensor, lora: LoRABatch) -> None:
         self.backend.add_embedding(y, x, self.lora_weights, lora)
 
@@ -79,6 +88,12 @@ class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
 
 class ParallelLMHeadWithLoRA(BaseLayerWithLoRA):
     """Sees only the rows whose logits are wanted, so it has batch info of its own."""
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """(L, hidden) → (L, columns): more than the base's when an adapter has added tokens."""
+        logits = super().forward(x, batch)
+        own = batch.logits_vocabulary if isinstance(batch, LoRAForwardBatch) else None
+        return logits if own is None else own.score(logits, x)
 
     def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
         return batch.logits_lora

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lorakeet.lora.adapter import AdapterError
@@ -21,11 +21,22 @@ _IGNORED = frozenset(
     " revision runtime_config target_modules task_type".split()
 )
 _READ = frozenset(
-    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights".split()
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern bias init_lora_weights use_dora"
+    " lora_bias modules_to_save trainable_token_indices alora_invocation_tokens".split()
 )
-# Start values that leave the base weights alone; "pissa", "olora", "corda", "loftq" and "lora_ga"
-# subtract something from them, so that the tensors mean nothing without the changed base.
-_HARMLESS_INIT = ("gaussian", "eva", "orthogonal")
+REPLACEABLE = ("embed_tokens", "lm_head")  # modules that an adapter may bring whole, or rows of
+_NOT_SUPPORTED = {
+    "layer_replication": "layers used several times",
+    "use_qalora": "QALoRA, which pools its inputs",
+    "target_parameters": "parameters that are no module's weight, as of MoE experts",
+    "use_bdlora": "BD-LoRA's block-diagonal factors",
+    "arrow_config": "a router of several adapters",
+    "kasa_config": "KaSA, which truncates the base weights",
+    "monteclora_config": "MonteCLoRA's sampled factors",
+    "velora_config": "VeLoRA",
+}
+# Start values that leave the base weights alone, and have LoRA's forward pass.
+_HARMLESS_INIT = ("gaussian", "eva", "orthogonal", "mica")
 
 _MAX_PATTERN_KEYS = 10_000
 _MAX_KEY_LENGTH = 256
@@ -54,9 +65,14 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
     rank_pattern: tuple[tuple[re.Pattern[str], int], ...] = ()
     alpha_pattern: tuple[tuple[re.Pattern[str], float], ...] = ()
     base_model_name_or_path: str | None = None
+    modules_to_save: frozenset[str] = frozenset()  # of REPLACEABLE
+    trainable_token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    alora_invocation_tokens: tuple[int, ...] = ()
 
     def resolve(self, paths: Iterable[str]) -> dict[str, Scaling]:
         """Rank, alpha and scale of the modules at paths like "model.layers.1.self_attn.q_proj".
@@ -91,17 +107,22 @@ def parse_config(data: bytes) -> PeftConfig:
     """
     fields = _read_object(data)
     _refuse_other_kinds(fields)
-    use_rslora = fields.get("use_rslora")
-    if not (use_rslora is None or isinstance(use_rslora, bool)):
-        raise _bad("use_rslora", use_rslora, "true or false")
+    use_dora, lora_bias = _flag("use_dora", fields), _flag("lora_bias", fields)
+    if use_dora and lora_bias:
+        raise AdapterError(f"{CONFIG_NAME}: lora_bias with use_dora: PEFT does not define it")
     base = fields.get("base_model_name_or_path")
     return PeftConfig(
         r=_rank("r", fields.get("r", 8)),
         lora_alpha=_alpha("lora_alpha", fields.get("lora_alpha", 8)),
-        use_rslora=bool(use_rslora),
+        use_rslora=_flag("use_rslora", fields),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
         rank_pattern=_pattern("rank_pattern", fields, _rank),
         alpha_pattern=_pattern("alpha_pattern", fields, _alpha),
         base_model_name_or_path=base if isinstance(base, str) else None,
+        modules_to_save=_modules_to_save(fields.get("modules_to_save")),
+        trainable_token_indices=_token_indices(fields.get("trainable_token_indices")),
+        alora_invocation_tokens=_invocation(fields),
     )
 
 
@@ -132,23 +153,93 @@ def _refuse_other_kinds(fields: Mapping[str, Any]) -> None:
         raise _bad("peft_type", peft_type, "'LORA'")
     if fields.get("bias") not in (None, "none", "all", "lora_only"):
         raise _bad("bias", fields["bias"], "'none', 'all' or 'lora_only'")
-    init = fields.get("init_lora_weights")
-    if not (init is None or isinstance(init, bool) or init in _HARMLESS_INIT):
-        raise AdapterError(
-            f"{CONFIG_NAME}: init_lora_weights {shorten(init)} changes the base weights; "
-            "save the adapter converted to plain LoRA"
-        )
-    if fields.get("use_dora"):
-        raise AdapterError(f"{CONFIG_NAME}: use_dora: DoRA is not supported")
+    _check_init(fields.get("init_lora_weights"))
     for name, value in fields.items():
         if value and name not in _IGNORED | _READ:
-            raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported")
+            what = f" ({_NOT_SUPPORTED[name]})" if name in _NOT_SUPPORTED else ""
+            raise AdapterError(f"{CONFIG_NAME}: {shorten(name)} is not supported{what}")
+
+
+def _check_init(init: object) -> None:
+    if init is None or isinstance(init, bool) or init in _HARMLESS_INIT:
+        return
+    text = str(init)
+    if text.startswith("pissa") or text in ("olora", "corda", "lora_ga"):
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights {shorten(init)} has taken a part out of the base "
+            "weights, which the adapter is no good without; save it as plain LoRA, by PEFT's "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    if text == "loftq":
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights 'loftq' needs the base weights as LoftQ quantized "
+            "them, which are not served"
+        )
+    raise _bad("init_lora_weights", init, "a way to start that PEFT has")
+
+
+def _flag(name: str, fields: Mapping[str, Any]) -> bool:
+    value = fields.get(name)
+    if value and not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return bool(value)
+
+
+def _invocation(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of an aLoRA (arXiv:2504.12397). As in PEFT, an empty list makes a plain LoRA of it, and it
+    does not go with DoRA; biases and saved modules, which PEFT would apply before the invocation
+    too, are refused."""
+    name = "alora_invocation_tokens"
+    tokens = fields.get(name) or ()
+    if not isinstance(tokens, list | tuple) or any(
+        isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in tokens
+    ):
+        raise _bad(name, tokens, "a list of token ids")
+    if tokens:
+        for other in ("use_dora", "modules_to_save", "trainable_token_indices"):
+            if fields.get(other):
+                raise AdapterError(f"{CONFIG_NAME}: {other} does not go with {name}")
+        if fields.get("bias") not in (None, "none"):
+            raise AdapterError(f"{CONFIG_NAME}: bias {fields['bias']!r} does not go with {name}")
+    return tuple(tokens)
 
 
 def _rank(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _bad(name, value, "a positive integer")
     return value
+
+
+def _modules_to_save(value: object) -> frozenset[str]:
+    names = value or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _bad("modules_to_save", value, "a list of names")
+    return frozenset(_replaceable("modules_to_save", name) for name in names)
+
+
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    """By module; a plain list is the embedding's, as in PEFT."""
+    by_module = value if isinstance(value, dict) else {"embed_tokens": value} if value else {}
+    found = {}
+    for name, indices in by_module.items():
+        if not (
+            isinstance(indices, list)
+            and all(type(index) is int and 0 <= index < 2**31 for index in indices)
+            and len(set(indices)) == len(indices) > 0
+        ):
+            raise _bad("trainable_token_indices", value, "lists of different token ids")
+        found[_replaceable("trainable_token_indices", name)] = tuple(indices)
+    return found
+
+
+def _replaceable(field_name: str, module: str) -> str:
+    name = module.rpartition(".")[2]
+    if name not in REPLACEABLE:
+        raise AdapterError(
+            f"{CONFIG_NAME}: {field_name} {shorten(module)} is not supported: "
+            f"only {' and '.join(REPLACEABLE)} can be replaced"
+        )
+    return name
 
 
 def _alpha(name: str, value: object) -> float:

@@ -5,12 +5,14 @@ the process that looks at it. Nothing is unpickled but what torch's weights-only
 """
 
 import errno
+import hashlib
 import io
 import logging
 import os
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
@@ -18,9 +20,18 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
-from lorakeet.lora.canonical import check_base_copies, check_fit, check_rank, pack
+from lorakeet.lora.base_weights import check_copies
+from lorakeet.lora.canonical import check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
-from lorakeet.lora.peft_tensors import parse_tensors
+from lorakeet.lora.peft_tensors import PeftTensors, parse_tensors, plain_names
+from lorakeet.lora.peft_vocabulary import (
+    VocabularyTensors,
+    fit_modules,
+    resolve_vocabulary,
+    split_vocabulary,
+    with_vocabulary,
+)
+from lorakeet.lora.vectors import work_out_vectors
 
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
@@ -42,8 +53,9 @@ def read_adapter(
 ) -> Adapter:
     """Read a PEFT LoRA folder, check it against the model, and return its canonical weights.
 
-    `base_weights`, the model's "embed_tokens" and "lm_head" (vocab, hidden), are compared with the
-    copies of them that PEFT writes for adapters of these two; without them such a file is refused.
+    `base_weights` are the model's, named as in `BaseWeights`: copies of them in the file are
+    compared with them, and DoRA and biases are worked out from them. Without them such a file is
+    refused.
     `base_model` is the name of the model served: another name in the config is a warning in the
     log. `on_stage` is told the seconds of each stage: "read" and "check".
 
@@ -53,14 +65,31 @@ def read_adapter(
     config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
     read = time.monotonic()
     on_stage("read", read - start)
+    own, tensors = split_vocabulary(config, tensors)
     found = parse_tensors(config, tensors)
+    check_not_empty(found, own)
     check_rank(found, max_rank)
+    vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
+    found = replace(found, modules=fit_modules(found.modules, own, specs))
     check_fit(found, specs)
-    check_base_copies(found, base_weights)
     _warn_of_other_base(folder, config, base_model)
-    adapter = pack(found, specs, dtype, pin_memory=pin_memory)
+    check_copies(found.copies, base_weights)
+    vectors = work_out_vectors(found, base_weights)
+    adapter = pack(found, vectors, specs, dtype, pin_memory=pin_memory)
+    adapter = with_vocabulary(adapter, vocabulary, pin_memory)
+    adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
     return adapter
+
+
+def _with_invocation(adapter: Adapter, tokens: tuple[int, ...]) -> Adapter:
+    """An aLoRA. Raises AdapterError for what PEFT does not know as one."""
+    if not tokens:
+        return adapter
+    if "embed_tokens" in adapter.modules or adapter.vocabulary is not None:
+        raise AdapterError("an aLoRA (alora_invocation_tokens) cannot change the embedding")
+    digest = hashlib.sha256(f"{adapter.digest} {tokens}".encode()).hexdigest()
+    return replace(adapter, digest=digest, invocation=tokens)
 
 
 def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tensor]]:
@@ -73,21 +102,31 @@ def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tens
         tensors = _from_pickle(_read_file(folder / PICKLE_NAME, max_bytes))
     else:
         raise AdapterError(f"the folder holds neither {SAFETENSORS_NAME} nor {PICKLE_NAME}")
-    return config, tensors
+    return config, plain_names(tensors)
+
+
+def check_not_empty(found: PeftTensors, own: VocabularyTensors) -> None:
+    """Raise AdapterError for a file that changes nothing."""
+    if not (found.modules or own):
+        raise AdapterError("there is no LoRA tensor in the file")
 
 
 def max_weights_bytes(specs: Sequence[GroupSpec], max_rank: int) -> int:
     """What a file for this model may weigh.
 
-    Float32, copies of embedding and head included, and factors of several times the largest rank,
-    so that the usual fault, a rank over the limit, is named and not just called too large.
+    Float32, three copies of embedding and head (PEFT writes as many of what it trains once the
+    vocabulary was resized), the vocabulary an eighth larger than the model's, a copy of every other
+    weight (some trainers write those of adapted modules beside the factors), and factors of
+    several times the largest rank, so that the usual fault, a rank over the limit, is named and not
+    just called too large.
     """
     per_rank = sum(
         spec.num_layers * (len(spec.slice_names) * spec.input_size + spec.output_size)
         for spec in specs
     )
-    copies = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
-    return 4 * (8 * max_rank * per_rank + copies) + 2**24
+    ends = sum(spec.input_size * spec.output_size for spec in specs if spec.num_layers == 1)
+    weights = sum(spec.num_layers * spec.input_size * spec.output_size for spec in specs)
+    return 4 * (8 * max_rank * per_rank + 3 * ends * 9 // 8 + weights) + 2**24
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,6 +1,12 @@
 """The adapters on the device: a page table over rank rows.
 
-An adapter owns as many rows as its rank, anywhere in the pool; the row table lists them by slot.
+An adapter owns as many rows as its rank, anywhere in the pool; the row table lists them by slot:
+
+    y = y_base + Σ_j h_j B[row_j],   h_j = row_scales[slot, j] (A[row_j] x) + row_offsets[slot, j]
+
+over the first ranks[layer, slot] entries of the slot's list. Biases are one more row, the first in
+the list: its A is zero and its offset 1, so that B is what is added. DoRA's magnitudes are one more
+row too, `magnitude_rows[slot]`, outside the list: y_base is first multiplied by 1 + B of that row.
 
 Order of streams on CUDA. The caller's current stream, on which the model runs, only reads the pool.
 Everything that changes it runs on the pool's own copy stream, in call order, and each change first
@@ -20,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
+from lorakeet.lora.vocabulary import VocabularyStore
 
 
 def bytes_per_row(specs: Sequence[GroupSpec], dtype: torch.dtype) -> int:
@@ -38,7 +45,10 @@ class LayerWeights:
     a: Tensor  # (slices, num_rows, input_size)
     b: Tensor  # (num_rows, output_size), rank-major
     ranks: Tensor  # (num_slots,) int32; 0: the slot leaves this layer alone
-    row_table: Tensor  # (num_slots, max_rank) int32; the first ranks[slot] rows of a slot count
+    row_table: Tensor  # (num_slots, R) int32; the first ranks[slot] rows of a slot count
+    row_scales: Tensor  # (num_slots, R) float32
+    row_offsets: Tensor  # (num_slots, R) float32
+    magnitude_rows: Tensor  # (num_slots,) int32; -1: none
     slice_sizes: tuple[int, ...]
 
     @cached_property
@@ -51,7 +61,7 @@ class LayerWeights:
 class PoolWrite:
     """A copy under way. It keeps the adapter's host memory alive until it is dropped."""
 
-    adapter: Adapter
+    adapter: Adapter | None  # None: nothing was copied from the host
     event: torch.cuda.Event | None  # None: done from the start
 
     def done(self) -> bool:
@@ -72,15 +82,18 @@ class AdapterPool:
         specs: Sequence[GroupSpec],
         num_slots: int,
         num_rows: int,
-        max_rank: int,
+        table_width: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """`num_slots` counts slot 0, so the slots of adapters are 1 … num_slots - 1."""
+        """`num_slots` counts slot 0, so the slots of adapters are 1 … num_slots - 1.
+
+        `table_width` is R, the most rows that a slot can list: see `table_width`.
+        """
         self.specs = {spec.name: spec for spec in specs}
         self.num_slots = num_slots
         self.num_rows = num_rows
-        self.max_rank = max_rank
+        self.table_width = table_width
         self.device = torch.device(device)
         self._a: dict[str, Tensor] = {}
         self._b: dict[str, Tensor] = {}
@@ -91,7 +104,11 @@ class AdapterPool:
             shape_b = (spec.num_layers, num_rows, spec.output_size)
             self._b[name] = torch.empty(shape_b, dtype=dtype, device=device)
             self._ranks[name] = self._zeros(spec.num_layers, num_slots)
-        self.row_table = self._zeros(num_slots, max_rank)
+        self.row_table = self._zeros(num_slots, table_width)
+        self.row_scales = self._zeros(num_slots, table_width, dtype=torch.float32)
+        self.row_offsets = self._zeros(num_slots, table_width, dtype=torch.float32)
+        self.magnitude_rows = self._zeros(num_slots) - 1
+        self.vocabularies = VocabularyStore(dtype, self.device)
         self._copy_stream = _new_stream(self.device)
 
     def layer(self, group: str, index: int) -> LayerWeights:
@@ -101,31 +118,85 @@ class AdapterPool:
             b=self._b[group][index],
             ranks=self._ranks[group][index],
             row_table=self.row_table,
+            row_scales=self.row_scales,
+            row_offsets=self.row_offsets,
+            magnitude_rows=self.magnitude_rows,
             slice_sizes=self.specs[group].slice_sizes,
         )
 
     @torch.inference_mode()
     def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
-        """Clear a slot, then start to copy an adapter into it and into `adapter.rank` rows.
+        """Clear a slot, then start to copy an adapter into it and into `adapter.num_rows` rows.
 
         On the CPU it is complete on return. For the copy to be asynchronous on CUDA the adapter
-        must lie in pinned memory. The slot's ranks and row table are set after all its weights.
+        must lie in pinned memory. The slot's ranks and tables are set after all its weights. Where
+        the adapter has nothing for one of its rows, in any layer, that row is zeros.
         Raises ValueError for a slot, rows or an adapter that do not fit the pool.
         """
         self._check(slot, rows, adapter)
         self.clear(slot)
         with self._changes():
             row_ids = self._to_device(torch.tensor(rows, dtype=torch.int64))
+            own = _split_rows(row_ids, adapter)
+            for name in self.specs:
+                self._write_group(name, own, adapter.groups.get(name))
+            self._write_tables(slot, own)
+            self.vocabularies.write(slot, adapter.vocabulary)
             for name, weights in adapter.groups.items():
-                own_rows = row_ids[: weights.a.shape[2]]
-                _copy_rows(self._a[name], 2, own_rows, self._to_device(weights.a))
-                _copy_rows(self._b[name], 1, own_rows, self._to_device(weights.b))
-            self.row_table[slot, : len(rows)] = row_ids.to(torch.int32)
-            for name, weights in adapter.groups.items():
-                ranks = torch.tensor(weights.ranks, dtype=torch.int32)
-                self._ranks[name][:, slot] = self._to_device(ranks)
+                counts = torch.tensor(_row_counts(weights, adapter.has_bias), dtype=torch.int32)
+                self._ranks[name][:, slot] = self._to_device(counts)
             event = self._copy_stream.record_event() if self._copy_stream else None
         return PoolWrite(adapter, event)
+
+    @torch.inference_mode()
+    def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
+        """Clear a slot, then let it list the rows of other slots' adapters: no weight is copied.
+
+        `parts`: slot, number of rows and weight of each adapter; the slot's delta is the weighted
+        sum of theirs. They must stay where they are while it is used. Raises ValueError for slots
+        that are not there, and more rows than a slot can list.
+        """
+        for part_slot, _, _ in parts:
+            self._check_slot(part_slot)
+        if (num_rows := sum(count for _, count, _ in parts)) > self.table_width:
+            raise ValueError(f"a blend of {num_rows} rows, limit {self.table_width}")
+        self.clear(slot)
+        with self._changes():
+            start = 0
+            for part_slot, count, weight in parts:
+                own = slice(start, start + count)
+                self.row_table[slot, own] = self.row_table[part_slot, :count]
+                self.row_scales[slot, own] = self.row_scales[part_slot, :count] * weight
+                self.row_offsets[slot, own] = self.row_offsets[part_slot, :count] * weight
+                for ranks in self._ranks.values():
+                    there = ranks[:, part_slot]
+                    ranks[:, slot] = torch.where(there > 0, there + start, ranks[:, slot])
+                start += count
+            event = self._copy_stream.record_event() if self._copy_stream else None
+        return PoolWrite(None, event)
+
+    def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
+        a, b = self._a[name], self._b[name]
+        num_filled = 0 if weights is None else weights.a.shape[2]
+        filled = own.ranks[:num_filled]
+        empty = torch.cat([own.ranks[num_filled:], own.bias, own.magnitude])
+        a.index_fill_(2, empty, 0)
+        b.index_fill_(1, empty, 0)
+        if weights is None:
+            return
+        a.index_copy_(2, filled, self._to_device(weights.a).to(a.dtype))
+        b.index_copy_(1, filled, self._to_device(weights.b).to(b.dtype))
+        for row, values in ((own.bias, weights.bias), (own.magnitude, weights.magnitude)):
+            if values is not None:
+                b.index_copy_(1, row, self._to_device(values).to(b.dtype).unsqueeze(1))
+
+    def _write_tables(self, slot: Slot, own: "_OwnRows") -> None:
+        listed = torch.cat([own.bias, own.ranks]).to(torch.int32)
+        self.row_table[slot, : len(listed)] = listed
+        self.row_scales[slot, : len(listed)] = 1
+        self.row_offsets[slot, : len(own.bias)] = 1
+        if len(own.magnitude):
+            self.magnitude_rows[slot] = own.magnitude[0]
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:
@@ -137,7 +208,10 @@ class AdapterPool:
         with self._changes():
             for ranks in self._ranks.values():
                 ranks[:, slot] = 0
-            self.row_table[slot] = 0
+            for table in (self.row_table, self.row_scales, self.row_offsets):
+                table[slot] = 0
+            self.magnitude_rows[slot] = -1
+            self.vocabularies.clear(slot)
 
     @contextmanager
     def _changes(self) -> Iterator[None]:
@@ -149,8 +223,8 @@ class AdapterPool:
         with torch.cuda.stream(self._copy_stream):
             yield
 
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _to_device(self, values: Tensor) -> Tensor:
         return values.to(self.device, non_blocking=True)
@@ -161,9 +235,11 @@ class AdapterPool:
 
     def _check(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> None:
         self._check_slot(slot)
-        if len(rows) != adapter.rank or adapter.rank > self.max_rank:
+        listed = adapter.rank + adapter.has_bias
+        if len(rows) != adapter.num_rows or listed > self.table_width:
             raise ValueError(
-                f"{len(rows)} rows for an adapter of rank {adapter.rank}, limit {self.max_rank}"
+                f"{len(rows)} rows for an adapter of {adapter.num_rows}; "
+                f"{listed} are listed, limit {self.table_width}"
             )
         if len(set(rows)) != len(rows) or any(not 0 <= row < self.num_rows for row in rows):
             raise ValueError(f"rows {list(rows)} are not distinct rows of {self.num_rows}")
@@ -173,8 +249,31 @@ class AdapterPool:
             _check_shapes(self.specs[name], weights, adapter.rank)
 
 
-def _copy_rows(target: Tensor, dim: int, rows: Tensor, source: Tensor) -> None:
-    target.index_copy_(dim, rows, source.to(target.dtype))
+def table_width(max_rank: int) -> int:
+    """Entries of a row table that can list any one adapter: its rank rows, and that of its biases.
+
+    Rounded up to whole 16-byte loads of the table.
+    """
+    return -(-(max_rank + 1) // 4) * 4
+
+
+@dataclass(frozen=True)
+class _OwnRows:
+    """The rows of one adapter, int64; empty where it has none."""
+
+    ranks: Tensor
+    bias: Tensor
+    magnitude: Tensor
+
+
+def _split_rows(rows: Tensor, adapter: Adapter) -> _OwnRows:
+    sizes = [adapter.rank, int(adapter.has_bias), int(adapter.has_magnitude)]
+    return _OwnRows(*torch.split(rows, sizes))
+
+
+def _row_counts(weights: GroupWeights, has_bias: bool) -> list[int]:
+    """How many rows of the adapter's list each layer reads: the row of biases is the first."""
+    return [rank + has_bias if rank or weights.bias is not None else 0 for rank in weights.ranks]
 
 
 def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None:
@@ -184,6 +283,9 @@ def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None
     if weights.a.shape != shape_a or weights.b.shape != shape_b:
         found = f"{tuple(weights.a.shape)} and {tuple(weights.b.shape)}"
         raise ValueError(f"{spec.name}: shapes {found} are not {shape_a} and {shape_b}")
+    for values in (weights.bias, weights.magnitude):
+        if values is not None and values.shape != (spec.num_layers, spec.output_size):
+            raise ValueError(f"{spec.name}: the shape of a vector is {tuple(values.shape)}")
     if rank > max_rank or len(weights.ranks) != spec.num_layers or max(weights.ranks) > rank:
         raise ValueError(f"{spec.name}: ranks {weights.ranks} in {rank} rows of {max_rank}")
 

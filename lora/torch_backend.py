@@ -1,5 +1,7 @@
 """LoRA deltas on the CPU, where decode is bound by memory: float32 weights are read in place.
 
+What a row of an adapter gives is said in `lorakeet.lora.pool`; most have scale 1 and offset 0.
+
 Rows of few tokens each, as in decode, are a list of pairs: a token row, and one rank row of its
 adapter.
 
@@ -61,18 +63,32 @@ class TorchBackend:
 
 
 def _expand_run(h: Tensor, weights: LayerWeights, y: Tensor, run: Run) -> None:
-    """h: (rows of the run, slices * rank)."""
-    if run.scaling != 1:
-        h = h * run.scaling
+    """h: A x, (rows of the run, slices * rank)."""
+    h = _scale(h, run.factors, run.offsets)
     sizes = list(weights.slice_sizes)
-    y_parts = torch.split(y[run.start : run.stop], sizes, dim=1)
+    y = y[run.start : run.stop]
+    base = y
+    if run.magnitude is not None:
+        row, scaling = run.magnitude
+        base = y.to(h.dtype) * (1 + scaling * weights.b[row].to(h.dtype))
+    y_parts, base_parts = torch.split(y, sizes, dim=1), torch.split(base, sizes, dim=1)
     b_parts = torch.split(weights.b.index_select(0, run.rows).to(h.dtype), sizes, dim=1)
     h_parts = h.chunk(len(sizes), dim=1)
-    for y_part, h_part, b_part in zip(y_parts, h_parts, b_parts, strict=True):
-        if y.dtype == h.dtype:
+    for y_part, base_part, h_part, b_part in zip(
+        y_parts, base_parts, h_parts, b_parts, strict=True
+    ):
+        if base is y and y.dtype == h.dtype:
             y_part.addmm_(h_part, b_part)
         else:
-            y_part.copy_(torch.addmm(y_part.to(h.dtype), h_part, b_part))
+            y_part.copy_(torch.addmm(base_part.to(h.dtype), h_part, b_part))
+
+
+def _scale(h: Tensor, factors: Tensor | None, offsets: Tensor | None) -> Tensor:
+    if factors is not None:
+        h = h * factors
+    if offsets is not None:
+        h = h + offsets
+    return h
 
 
 def _widen(values: Tensor, dim: int, pairs: Pairs) -> Tensor:
@@ -82,16 +98,18 @@ def _widen(values: Tensor, dim: int, pairs: Pairs) -> Tensor:
 
 
 def _expand_pairs(h: Tensor, b: Tensor, y: Tensor, pairs: Pairs) -> None:
-    """h: one value for each entry of the pattern, in its order."""
+    """h: A x, one value for each entry of the pattern, in its order."""
     if pairs.bag_values is not None:
         h = h.index_select(0, pairs.bag_values)
-    if pairs.bag_scalings is not None:
-        h = h * pairs.bag_scalings
+    h = _scale(h, pairs.bag_factors, pairs.bag_offsets)
     table = _widen(b, 0, pairs).view(-1, b.shape[1] // pairs.num_chunks)
     bags = nn.functional.embedding_bag(
         pairs.bag_rows, table, pairs.bag_starts, mode="sum", per_sample_weights=h
     )
     delta = bags.view(-1, y.shape[1])
+    if (own := pairs.magnitudes) is not None:
+        factors = b.index_select(0, own.rows).to(delta.dtype) * own.scalings
+        delta.index_add_(0, own.positions, factors * y.index_select(0, own.tokens))
     if pairs.tokens is None:
         y.add_(delta)
     elif y.dtype == delta.dtype:

@@ -27,7 +27,19 @@ class Run:
     start: int
     stop: int
     rows: Tensor  # (rank,) int64, rows of the pool
-    scaling: float
+    factors: Tensor | None  # (slices * rank,) float32, on A x; None: all are 1
+    offsets: Tensor | None  # (slices * rank,) float32, added to that; None: all are 0
+    magnitude: tuple[int, float] | None  # row of the pool, and a factor on its B
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """M of the token rows that get a delta: what of the base layer's output is part of it."""
+
+    positions: Tensor  # (M,) int64, among those that get a delta; there may be equal ones
+    tokens: Tensor  # (M,) int64
+    rows: Tensor  # (M,) int64, rows of the pool
+    scalings: Tensor  # (M, 1) float32
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,9 @@ class Pairs:
     bag_rows: Tensor  # int32, entries of the bags (token, chunk), rows of B cut into chunks
     bag_starts: Tensor  # (U * chunks,) int32
     bag_values: Tensor | None  # int64, which value of the pattern weighs the entry; None: its own
-    bag_scalings: Tensor | None  # float32, factor on that weight; None: all are 1
+    bag_factors: Tensor | None  # float32, on that weight; None: all are 1
+    bag_offsets: Tensor | None  # float32, added to that; None: all are 0
+    magnitudes: Magnitudes | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ def _get_work(segments: Segments) -> _Work:
 
 
 def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> Iterator[Run]:
-    runs = work.runs
+    runs, num_slices = work.runs, len(weights.slice_sizes)
     for start, length, slot, scaling, rank in zip(
         runs.tokens.tolist(),
         work.lengths.tolist(),
@@ -124,8 +138,17 @@ def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> 
         ranks.tolist(),
         strict=True,
     ):
-        if rank:
-            yield Run(start, start + length, weights.row_table[slot, :rank].long(), scaling)
+        if rank == 0:
+            continue
+        magnitude_row = int(weights.magnitude_rows[slot])
+        yield Run(
+            start=start,
+            stop=start + length,
+            rows=weights.row_table[slot, :rank].long(),
+            factors=_unless(1, (weights.row_scales[slot, :rank] * scaling).repeat(num_slices)),
+            offsets=_unless(0, (weights.row_offsets[slot, :rank] * scaling).repeat(num_slices)),
+            magnitude=(magnitude_row, scaling) if magnitude_row >= 0 else None,
+        )
 
 
 def _make_pairs(
@@ -135,7 +158,8 @@ def _make_pairs(
     row_of_pair = np.repeat(np.arange(len(ranks)), ranks)
     pair_tokens = rows.tokens[row_of_pair]
     nth_rank = _ranges(np.zeros_like(ranks), ranks)
-    pair_rows = weights.row_table.numpy()[rows.slots[row_of_pair], nth_rank].astype(np.int64)
+    entries = rows.slots[row_of_pair], nth_rank
+    pair_rows = weights.row_table.numpy()[entries].astype(np.int64)
     used, widened_rows, num_rows = pair_rows, None, weights.b.shape[0]
     if weights.b.dtype.itemsize < 4:
         widened_rows, used = np.unique(pair_rows, return_inverse=True)
@@ -151,7 +175,9 @@ def _make_pairs(
         own_count = counts[pair_tokens[pairs]]
         first_pair = (np.cumsum(counts) - counts)[pair_tokens[pairs]]
         values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
-    scalings = rows.scalings[row_of_pair][pairs]
+    scalings = rows.scalings[row_of_pair]
+    factors = (weights.row_scales.numpy()[entries] * scalings)[pairs]
+    offsets = (weights.row_offsets.numpy()[entries] * scalings)[pairs]
     dtype = torch.promote_types(weights.b.dtype, torch.float32)
     return Pairs(
         tokens=None if counts.all() else torch.from_numpy(np.flatnonzero(counts)),
@@ -163,8 +189,29 @@ def _make_pairs(
         bag_rows=torch.from_numpy((used[pairs] * num_chunks + chunks).astype(np.int32)),
         bag_starts=torch.from_numpy(_bounds(np.repeat(counts[counts > 0], num_chunks))[:-1]),
         bag_values=None if values is None else torch.from_numpy(values),
-        bag_scalings=None if (scalings == 1).all() else torch.from_numpy(scalings),
+        bag_factors=_unless(1, torch.from_numpy(factors)),
+        bag_offsets=_unless(0, torch.from_numpy(offsets)),
+        magnitudes=_make_magnitudes(weights, rows[ranks > 0], counts),
     )
+
+
+def _make_magnitudes(weights: LayerWeights, rows: _Rows, counts: Ints) -> Magnitudes | None:
+    """`rows`: those whose adapter changes the layer; `counts`: pairs of each token."""
+    magnitude_rows = weights.magnitude_rows.numpy()[rows.slots].astype(np.int64)
+    has_magnitude = magnitude_rows >= 0
+    if not has_magnitude.any():
+        return None
+    rows = rows[has_magnitude]
+    return Magnitudes(
+        positions=torch.from_numpy((np.cumsum(counts > 0) - 1)[rows.tokens]),
+        tokens=torch.from_numpy(rows.tokens),
+        rows=torch.from_numpy(magnitude_rows[has_magnitude]),
+        scalings=torch.from_numpy(rows.scalings[:, None]),
+    )
+
+
+def _unless(neutral: float, values: Tensor) -> Tensor | None:
+    return None if bool((values == neutral).all()) else values
 
 
 def _pattern(

@@ -7,15 +7,20 @@ against the model. Raises BadRequestError naming the field.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lorakeet.server.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from lorakeet.server.engine.messages import EngineInfo, SamplingParams
 from lorakeet.server.errors import BadRequestError
+from lorakeet.server.profiles import Profile
+from lorakeet.server.tokens import Tokenizer
 
 GREEDY_BELOW = 1e-5  # smaller temperatures would only overflow
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 DEFAULT_COMPLETION_TOKENS = 16
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,14 @@ class ValidRequest:
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams  # max_tokens is each prompt's own
     eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
     echo: bool = False
+    blend: tuple[tuple[int, float], ...] = ()  # instead of adapter_id: see AddRequest
 
 
-def sampling_params(body: GenerationRequest, info: EngineInfo) -> SamplingParams:
+def sampling_params(body: GenerationRequest, profile: Profile) -> SamplingParams:
     """Everything but `max_tokens`, which depends on the prompt."""
+    defaults, vocab_size = profile.text.defaults, profile.vocab_size
     _check_stream_options(body)
     if isinstance(body, ChatRequest):
         logprobs = _chat_logprobs(body)
@@ -54,23 +62,23 @@ def sampling_params(body: GenerationRequest, info: EngineInfo) -> SamplingParams
         raise BadRequestError(message, param="prompt_logprobs")
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    temperature = _or(body.temperature, 1.0)
-    top_k = max(0, body.top_k or 0)
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    top_k = max(0, _first(body.top_k, defaults.top_k, 0))
     return SamplingParams(
         min_tokens=body.min_tokens or 0,
         n=body.n or 1,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=_or(body.top_p, 1.0),
-        top_k=0 if top_k >= info.vocab_size else top_k,
-        min_p=body.min_p or 0.0,
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        top_k=0 if top_k >= vocab_size else top_k,
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(body.logit_bias or {}, info.vocab_size),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         seed=body.seed,
         stop=_stop_strings(body.stop),
         stop_token_ids=tuple(
-            check_token_ids(body.stop_token_ids or [], info.vocab_size, "stop_token_ids")
+            check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
         ),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
@@ -78,7 +86,9 @@ def sampling_params(body: GenerationRequest, info: EngineInfo) -> SamplingParams
     )
 
 
-def max_tokens(body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo) -> int:
+def max_tokens(
+    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, profile: Profile
+) -> int:
     """How many tokens may follow a prompt of this length; checks that it fits the context."""
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     if num_prompt_tokens == 0:
@@ -92,7 +102,8 @@ def max_tokens(body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo
         )
         raise BadRequestError(message, param=param, code="context_length_exceeded")
     if asked is None:
-        asked = room if isinstance(body, ChatRequest) else min(room, DEFAULT_COMPLETION_TOKENS)
+        most = room if isinstance(body, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        asked = min(room, profile.text.defaults.max_new_tokens or most)
     if asked > room:
         message = (
             f"max_tokens is {asked}, but after {num_prompt_tokens} prompt tokens only {room} "
@@ -106,6 +117,8 @@ def max_tokens(body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[int]:
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return token_ids
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             message = f"{param}: {token_id} is no token of a vocabulary of {vocab_size}"
@@ -113,8 +126,10 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> Se
     return token_ids
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(asked: Number | None, default: Number | None, otherwise: Number) -> Number:
+    """The request's field, or else the profile's."""
+    value = default if asked is None else asked
+    return otherwise if value is None else value
 
 
 def _check_stream_options(body: GenerationRequest) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorakeet.server.api import (
     adapters,
+    aliases,
     chat,
     completions,
     health,
@@ -24,6 +25,7 @@ from lorakeet.server.api import (
     tokenize,
 )
 from lorakeet.server.api.schemas import (
+    AliasRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -48,6 +50,7 @@ _BODIES: tuple[type[Wire], ...] = (
     CompletionRequest,
     LoadRequest,
     UnloadRequest,
+    AliasRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -83,6 +86,10 @@ def create_app(server: Server) -> ASGIApp:
     _add(app, "POST", "/v1/adapters", adapters.create_adapter, LoadRequest)
     _add(app, "GET", "/v1/adapters/{name:path}", adapters.get_adapter)
     _add(app, "DELETE", "/v1/adapters/{name:path}", adapters.delete_adapter)
+    _add(app, "GET", "/v1/aliases", aliases.list_aliases)
+    _add(app, "POST", "/v1/aliases", aliases.put_alias, AliasRequest)
+    _add(app, "GET", "/v1/aliases/{alias:path}", aliases.get_alias)
+    _add(app, "DELETE", "/v1/aliases/{alias:path}", aliases.delete_alias)
     _add(app, "POST", "/tokenize", tokenize.tokenize, TokenizeRequest)
     _add(app, "POST", "/detokenize", tokenize.detokenize, DetokenizeRequest)
     _add(app, "GET", "/health", health.health)

@@ -93,6 +93,17 @@ def serve(
     max_loras: Annotated[int | None, _setting("max_loras")] = None,
     max_lora_rank: Annotated[int | None, _setting("max_lora_rank")] = None,
     lora_memory: Annotated[str | None, _setting("lora_memory", metavar="SIZE")] = None,
+    lora_vocabulary_memory: Annotated[
+        str | None, _setting("lora_vocabulary_memory", metavar="SIZE")
+    ] = None,
+    host_lora_memory: Annotated[str | None, _setting("host_lora_memory", metavar="SIZE")] = None,
+    adapter_upload_dir: Annotated[
+        Path | None, _setting("adapter_upload_dir", metavar="DIR")
+    ] = None,
+    adapter_upload_limit: Annotated[
+        str | None, _setting("adapter_upload_limit", metavar="SIZE")
+    ] = None,
+    state_dir: Annotated[Path | None, _setting("state_dir", metavar="DIR")] = None,
     host: Annotated[str | None, _setting("host")] = None,
     port: Annotated[int | None, _setting("port")] = None,
     api_key: Annotated[str | None, _setting("api_key", envvar="LORAKEET_API_KEY")] = None,

@@ -6,6 +6,8 @@ APIError
   ├ ForbiddenError             403
   ├ NotFoundError              404
   │   └ ModelNotFoundError
+  ├ ConflictError              409
+  ├ BodyTooLargeError          413
   ├ OverloadedError            429
   ├ InternalError              500
   │   └ GenerationError
@@ -76,6 +78,17 @@ class ModelNotFoundError(NotFoundError):
 
     def __init__(self, name: str, *, param: str = "model") -> None:
         super().__init__(f"The model {name[:256]!r} does not exist", param=param)
+
+
+class ConflictError(APIError):
+    status = HTTPStatus.CONFLICT
+    type = "invalid_request_error"
+
+
+class BodyTooLargeError(APIError):
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    type = "invalid_request_error"
+    default_code = "body_too_large"
 
 
 class OverloadedError(APIError):

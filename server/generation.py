@@ -17,7 +17,7 @@ from lorakeet.server.engine.messages import (
     TokenLogprob,
 )
 from lorakeet.server.errors import GenerationError
-from lorakeet.server.tokens import OutputText, Tokenizer
+from lorakeet.server.tokens import OutputText
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ class Usage:
 class Generation:
     """All choices of one request."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, request: ValidRequest) -> None:
+    def __init__(self, engine: Engine, request: ValidRequest) -> None:
         self.id = request.id
         self._engine = engine
         self._num_children = request.sampling.n
         self.choices = [
-            _make_choice(tokenizer, request, prompt, position * request.sampling.n + child, child)
+            _make_choice(request, prompt, position * request.sampling.n + child, child)
             for position, prompt in enumerate(request.prompts)
             for child in range(request.sampling.n)
         ]
@@ -148,9 +148,7 @@ class Generation:
                     return  # a stop string: closing ends it in the engine as well
 
 
-def _make_choice(
-    tokenizer: Tokenizer, request: ValidRequest, prompt: Prompt, index: int, child: int
-) -> Choice:
+def _make_choice(request: ValidRequest, prompt: Prompt, index: int, child: int) -> Choice:
     sampling = request.sampling
     own = msgspec.structs.replace(
         sampling,
@@ -165,8 +163,9 @@ def _make_choice(
         sampling=own,
         adapter_id=request.adapter_id,
         eos_token_ids=request.eos_token_ids,
+        blend=request.blend,
     )
-    output = OutputText(tokenizer, prompt.token_ids, sampling.stop, sampling.min_tokens)
+    output = OutputText(request.tokenizer, prompt.token_ids, sampling.stop, sampling.min_tokens)
     return Choice(index, prompt, engine_request, output)
 
 

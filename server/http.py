@@ -5,7 +5,8 @@ wire this looks the same as a client that has gone. The difference shows when so
 client that has gone refuses it. So, while there is no answer to send yet, an informational
 `100 Continue` (which clients must skip, RFC 9110 section 15.2) is sent now and then.
 
-A client has `RECEIVE_SECONDS` to send a whole request, and is cut off when it has taken nothing of
+A client has `RECEIVE_SECONDS` to send a whole request (more, as long as it sends at least
+`RECEIVE_RATE`: uploads of adapters are large), and is cut off when it has taken nothing of
 its answer for `STALL_SECONDS`: else a few thousand of them would hold every file descriptor.
 """
 
@@ -20,6 +21,7 @@ from lorakeet.server.errors import error_body
 
 PROBE_SECONDS = 0.25
 RECEIVE_SECONDS = 60.0
+RECEIVE_RATE = 2**17  # bytes a second
 STALL_SECONDS = 60.0
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -29,6 +31,7 @@ class HTTPProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._half_closed = False
         self._receiving: asyncio.TimerHandle | None = None  # while a request is not whole
+        self._received = 0  # bytes since that time has begun
         self._stalled: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -42,6 +45,7 @@ class HTTPProtocol(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        self._received += len(data)
         super().data_received(data)
         self._watch_request()
 
@@ -77,12 +81,18 @@ class HTTPProtocol(H11Protocol):
         """Start or stop the time that a request has to come in."""
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             if self._receiving is None and not self.transport.is_closing():
+                self._received = 0
                 self._receiving = self.loop.call_later(RECEIVE_SECONDS, self._receive_timeout)
         elif self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
 
     def _receive_timeout(self) -> None:
+        more = self._received / RECEIVE_RATE
+        if more >= 1:  # it has earned so many seconds by what it sent
+            self._received = 0
+            self._receiving = self.loop.call_later(more, self._receive_timeout)
+            return
         message = f"The request was not complete after {RECEIVE_SECONDS:g} seconds"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, message, "request_timeout")
 

@@ -27,6 +27,7 @@ from lorakeet.server.api.schemas import CompletionRequest, Message
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 from lorakeet.server.errors import APIError, GenerationError
+from lorakeet.server.profiles import Profile
 from lorakeet.server.registry import Version
 from lorakeet.server.state import Server
 
@@ -214,7 +215,7 @@ async def _run(server: Server, jobs: Sequence[_Job], bar: "tqdm[Any]") -> list[R
     async with AsyncExitStack() as leases:
         versions = {}
         for adapter in dict.fromkeys(job.adapter for job in jobs):
-            name = server.registry.resolve(server.base_name, adapter)
+            name = await server.registry.resolve(server.base_name, adapter)
             versions[adapter] = await leases.enter_async_context(server.registry.lease(name))
         requests = [await _check(server, job, versions[job.adapter]) for job in jobs]
         try:
@@ -228,32 +229,31 @@ async def _run(server: Server, jobs: Sequence[_Job], bar: "tqdm[Any]") -> list[R
 async def _check(server: Server, job: _Job, version: Version | None) -> ValidRequest:
     """Raises APIError or ValueError."""
     body = _wire(server.base_name, job.params)
-    info = server.engine.info
-    sampling = admission.sampling_params(body, info)
+    profile = server.profile(version)
+    sampling = admission.sampling_params(body, profile)
     text = job.prompt if isinstance(job.prompt, str) else None
-    token_ids = await _tokens(server, version, job.prompt)
-    admission.check_token_ids(token_ids, info.vocab_size, "prompt")
-    limit = admission.max_tokens(body, len(token_ids), info)
+    token_ids = await _tokens(server, profile, job.prompt)
+    admission.check_token_ids(token_ids, profile.vocab_size, "prompt")
+    limit = admission.max_tokens(body, len(token_ids), server.engine.info, profile)
     return ValidRequest(
         id=f"llm-{uuid.uuid4().hex}",
         model=server.base_name,
         adapter_id=0 if version is None else version.adapter_id,
         prompts=(Prompt(token_ids, text, limit),),
         sampling=sampling,
-        eos_token_ids=server.eos_token_ids(version),
+        eos_token_ids=profile.eos_token_ids,
+        tokenizer=profile.tokenizer,
     )
 
 
-async def _tokens(
-    server: Server, version: Version | None, prompt: TextPrompt | Conversation
-) -> list[int]:
+async def _tokens(server: Server, profile: Profile, prompt: TextPrompt | Conversation) -> list[int]:
     if isinstance(prompt, str):
-        return server.tokenizer.encode(prompt)
+        return profile.tokenizer.encode(prompt)
     if not prompt or not isinstance(prompt[0], Mapping):
         return list(cast(Sequence[int], prompt))
     return await chat_tokens(
         server,
-        version,
+        profile,
         _MESSAGES.validate_python(prompt),
         add_generation_prompt=True,
         continue_final_message=False,
@@ -274,7 +274,7 @@ def _wire(model: str, params: SamplingParams) -> CompletionRequest:
 
 
 async def _generate(server: Server, request: ValidRequest) -> RequestResult:
-    choices = generation.Generation(server.engine, server.tokenizer, request).choices
+    choices = generation.Generation(server.engine, request).choices
     outputs = await asyncio.gather(*(_follow(server, choice) for choice in choices))
     return RequestResult(request.prompts[0].token_ids, outputs, choices[0].prompt_logprobs)
 

@@ -38,10 +38,10 @@ class Metrics:
         settings: Settings,
         info: EngineInfo,
         stats: Callable[[], EngineStats],
-        adapter_names: Callable[[], Mapping[int, str]],
+        adapter_ids: Callable[[], Mapping[str, int]],
     ) -> None:
         """Report the engine's latest statistics from now on; called once, when it is ready."""
-        self._registry.register(_EngineCollector(settings, info, stats, adapter_names))
+        self._registry.register(_EngineCollector(settings, info, stats, adapter_ids))
 
     def adapter_loaded(self, name: str, seconds: Mapping[str, float]) -> None:
         for stage, value in seconds.items():
@@ -83,12 +83,12 @@ class _EngineCollector(Collector):
         settings: Settings,
         info: EngineInfo,
         stats: Callable[[], EngineStats],
-        adapter_names: Callable[[], Mapping[int, str]],
+        adapter_ids: Callable[[], Mapping[str, int]],
     ) -> None:
         self._settings = settings
         self._info = info
         self._stats = stats
-        self._adapter_names = adapter_names
+        self._adapter_ids = adapter_ids
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -101,6 +101,8 @@ class _EngineCollector(Collector):
             yield _info(prefix + "lora_requests_info", self._lora_requests(stats))
         yield _gauge("lorakeet:lora_rows_used", stats.lora_rows_used)
         yield _gauge("lorakeet:lora_rows_total", stats.lora_rows_total)
+        yield _gauge("lorakeet:lora_host_bytes", stats.lora_host_bytes)
+        yield _gauge("lorakeet:lora_host_limit_bytes", self._info.lora_host_limit)
         yield _count("lorakeet:prefix_cache_queries", stats.prefix_cache_queries)
         yield _count("lorakeet:prefix_cache_hits", stats.prefix_cache_hits)
         yield _count("lorakeet:preemptions", stats.num_preemptions)
@@ -122,10 +124,11 @@ class _EngineCollector(Collector):
 
     def _lora_requests(self, stats: EngineStats) -> dict[str, str]:
         """Running: resident on the GPU and ready."""
-        names = self._adapter_names()
-        known = [adapter for adapter in stats.adapters if adapter.adapter_id in names]
-        running = sorted(names[a.adapter_id] for a in known if a.tier == "gpu")
-        waiting = sorted(names[a.adapter_id] for a in known if a.tier != "gpu" and a.num_waiting)
+        states = {state.adapter_id: state for state in stats.adapters}
+        ids = self._adapter_ids()
+        known = {name: states[id_] for name, id_ in ids.items() if id_ in states}
+        running = sorted(name for name, a in known.items() if a.tier == "gpu")
+        waiting = sorted(name for name, a in known.items() if a.tier != "gpu" and a.num_waiting)
         return {
             "max_lora": str(self._info.max_loras),
             "running_lora_adapters": ",".join(running),

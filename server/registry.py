@@ -2,106 +2,147 @@
 
 A name points to one version at a time. Replacing or unloading takes the version from its name at
 once; the engine is told when its last lease ends, so no request is ever sent for a freed adapter.
+Names of three kinds have no version yet, and get it at their first request: folders of the roots,
+registrations of an earlier run, and aliases, which lead to another name.
 """
 
 import asyncio
 import contextlib
 import itertools
-import os
-import re
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
-from lorakeet.server.engine.client import Engine, EngineDeadError
-from lorakeet.server.engine.messages import AdapterLoaded
+from lorakeet.server.adapter_state import Registration, State, StateFile
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.aliases import Aliases
+from lorakeet.server.catalog import Catalog, Unloaded
+from lorakeet.server.contents import Contents, Freed, Use
+from lorakeet.server.engine.client import Engine
+from lorakeet.server.engine.messages import AdapterLoaded, AdapterUnloaded
 from lorakeet.server.errors import (
+    APIError,
     BadRequestError,
-    ForbiddenError,
+    ConflictError,
     ModelNotFoundError,
     NotFoundError,
 )
 from lorakeet.server.metrics import Metrics
-from lorakeet.server.text_config import TextConfig, TextConfigError, read_text_config
+from lorakeet.server.profiles import Profile, read_profile
+from lorakeet.server.text_config import TextConfigError
+from lorakeet.server.uploads import Uploads
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}")
-_OUTSIDE = "The path is outside the folders that adapters may be loaded from (--adapter-dir)"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Version:
-    adapter_id: int
+    number: int  # never used again
     name: str
     path: Path
     pinned: bool
     loaded: AdapterLoaded
-    text: TextConfig  # already laid over the base model's
+    profile: Profile  # already laid over the base model's
     created: int  # Unix time
+    is_registered: bool  # by a client: it outlives the server if there is a state-dir
+
+    @property
+    def adapter_id(self) -> int:
+        """What the engine calls it; versions of equal content have the same."""
+        return self.loaded.adapter_id
+
+
+@dataclass(frozen=True)
+class Loaded:
+    version: Version
+    changed: bool  # False: the name had this content already
+    freed: Freed
+
+
+@dataclass(frozen=True)
+class _Retired:
+    in_use: bool
+    unloaded: "asyncio.Future[AdapterUnloaded] | None" = None
 
 
 class Registry:
+    base: Profile  # set once the model is loaded, as are the tokenizers
+    tokenizers: AdapterTokenizers
+
     def __init__(
-        self, settings: Settings, base_name: str, engine: Engine, metrics: Metrics
+        self,
+        settings: Settings,
+        base_name: str,
+        engine: Engine,
+        metrics: Metrics,
+        state_file: StateFile,
+        uploads: Uploads,
     ) -> None:
         self.base_name = base_name
-        self.base_text = TextConfig(None, {}, ())  # replaced once the model's folder is known
+        self.aliases = Aliases()
         self._settings = settings
-        self._engine = engine
         self._metrics = metrics
-        self._roots = tuple(Path(os.path.realpath(root)) for root in settings.adapter_dirs)
-        self._ids = itertools.count(1)
+        self._state_file = state_file
+        self._uploads = uploads
+        self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
+        self._contents = Contents(engine, uploads.discard)
+        self._numbers = itertools.count(1)
         self._versions: dict[str, Version] = {}
-        self._leases: Counter[int] = Counter()  # by adapter id
+        self._leases: Counter[int] = Counter()  # by version
         self._retired: set[int] = set()  # without a name, but still leased
-        self._hidden: set[str] = set()  # folders of the roots whose adapter was unloaded
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lazy_loads: dict[str, asyncio.Task[None]] = {}
 
     # --- names ------------------------------------------------------------------------------------
 
-    def resolve(self, model: str, adapter: str | None = None) -> str | None:
+    async def resolve(
+        self, model: str, adapter: str | None = None, user: str | None = None
+    ) -> str | None:
         """The adapter that a request means; None: the base model.
 
-        An exact name wins before `base:name` is looked at. Raises ModelNotFoundError, and
-        BadRequestError when `model` and `adapter` name two adapters.
+        An exact name wins before `base:name` is looked at. An alias is one of its targets, the
+        same one for the same user. Raises ModelNotFoundError, and BadRequestError when `model` and
+        `adapter` name two adapters.
         """
         prefix = self.base_name + ":"
         if model == self.base_name:
             named = None
-        elif self.knows(model):
+        elif await self.knows(model):
             named = model
-        elif model.startswith(prefix) and self.knows(model.removeprefix(prefix)):
+        elif model.startswith(prefix) and await self.knows(model.removeprefix(prefix)):
             named = model.removeprefix(prefix)
         else:
             raise ModelNotFoundError(model)
-        if adapter is None or adapter == named:
-            return named
-        if named is not None:
+        if adapter is not None and named is not None and adapter != named:
             message = f"model names the adapter {named!r}, adapter names {adapter!r}"
             raise BadRequestError(message, param="adapter", code="adapter_conflict")
-        if not self.knows(adapter):
-            raise ModelNotFoundError(adapter, param="adapter")
-        return adapter
+        if adapter is not None and named is None:
+            if not await self.knows(adapter):
+                raise ModelNotFoundError(adapter, param="adapter")
+            named = adapter
+        if named is not None and named in self.aliases:
+            named = self.aliases.choose(named, user)
+        return None if named == self.base_name else named
 
-    def knows(self, name: str) -> bool:
-        return name in self._versions or self._lazy_folder(name) is not None
+    async def knows(self, name: str) -> bool:
+        """Whether it is the name of an adapter, loaded or not, or of an alias."""
+        if name in self._versions or name in self.aliases:
+            return True
+        return await self.catalog.find(name) is not None
 
     def find(self, name: str) -> Version | None:
         """The version that is loaded under the name, if one is."""
         return self._versions.get(name)
 
-    def path(self, name: str) -> Path:
-        """Where an adapter lies, loaded or not. Raises ModelNotFoundError."""
-        version = self._versions.get(name)
-        folder = self._lazy_folder(name) if version is None else version.path
-        if folder is None:
-            raise ModelNotFoundError(name)
-        return folder
+    async def unloaded(self, name: str) -> Unloaded | None:
+        """What a first request would load under the name, if anything."""
+        return None if name in self.aliases else await self.catalog.find(name)
 
     def is_loading(self, name: str) -> bool:
         """A first request has asked for it, and its files are being read."""
@@ -110,11 +151,12 @@ class Registry:
     def versions(self) -> list[Version]:
         return list(self._versions.values())
 
-    async def listing(self) -> tuple[list[Version], dict[str, Path]]:
+    async def listing(self) -> tuple[list[Version], dict[str, Unloaded]]:
         """Adapters that are loaded, and those that would be loaded at their first request."""
-        folders = await asyncio.to_thread(self._lazy_folders)
-        taken = self._versions.keys() | self._hidden  # perhaps only since the folders were read
-        return self.versions(), {name: folders[name] for name in folders if name not in taken}
+        found = await self.catalog.all()
+        for name in self._versions.keys() | self.aliases.all().keys() | self.catalog.hidden:
+            found.pop(name, None)  # perhaps only since the folders were read
+        return self.versions(), found
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -122,7 +164,7 @@ class Registry:
     async def lease(self, name: str | None) -> AsyncIterator[Version | None]:
         """Hold the adapter's current version, loaded if need be; None is the base model.
 
-        Raises ModelNotFoundError, BadRequestError if the adapter cannot be loaded.
+        Raises ModelNotFoundError, and other APIErrors if the adapter cannot be loaded.
         """
         if name is None:
             yield None
@@ -132,16 +174,17 @@ class Registry:
         version = self._versions.get(name)
         if version is None:
             raise ModelNotFoundError(name)
-        self._leases[version.adapter_id] += 1
+        number = version.number
+        self._leases[number] += 1
         try:
             yield version
         finally:
-            self._leases[version.adapter_id] -= 1
-            if self._leases[version.adapter_id] == 0:
-                del self._leases[version.adapter_id]
-                if version.adapter_id in self._retired:
-                    self._retired.discard(version.adapter_id)
-                    await self._free(version)
+            self._leases[number] -= 1
+            if self._leases[number] == 0:
+                del self._leases[number]
+                if number in self._retired:
+                    self._retired.discard(number)
+                    self._contents.release(version.adapter_id, number)
 
     async def _load_lazily(self, name: str) -> None:
         """All that wait for a name share one load, which goes on when a waiter is gone."""
@@ -154,10 +197,16 @@ class Registry:
 
     async def _load_from_disk(self, name: str) -> None:
         async with self._lock(name):
-            folder = self._lazy_folder(name)
-            if name in self._versions or folder is None:  # loaded or unloaded meanwhile
+            found = await self.catalog.find(name)
+            if name in self._versions or found is None:  # loaded or unloaded meanwhile
                 return
-            self._versions[name] = await self._read(name, folder, pinned=False, param="model")
+            try:
+                folder = await self.catalog.folder_of(found)
+                self._versions[name] = await self._read(name, folder, found)
+            except APIError as error:
+                self.catalog.errors[name] = error.message
+                raise
+            self.catalog.forget(name)
 
     # --- load and unload --------------------------------------------------------------------------
 
@@ -165,77 +214,143 @@ class Registry:
         """Load `settings.adapters`, wherever they lie. Raises APIError for the first bad one."""
         adapters = self._settings.adapters
         for name in adapters:
-            self._check_name(name)
+            self.catalog.check_name(name, "adapters")
         versions = await asyncio.gather(
-            *(
-                self._read(name, Path(os.path.realpath(path)), pinned=False, param=name)
-                for name, path in adapters.items()
-            )
+            *(self._read(name, path.resolve(), param=name) for name, path in adapters.items())
         )
         self._versions.update(zip(adapters, versions, strict=True))
 
     async def load(
         self, name: str, path: str, load_inplace: bool = False, pinned: bool = False
-    ) -> Version:
-        """Load a folder under a name; returns once the adapter can be used.
+    ) -> Loaded:
+        """Load a folder of the roots under a name; returns once the adapter can be used.
 
-        Raises BadRequestError (the name is taken or not allowed, the adapter is bad),
-        ForbiddenError (outside the allowed roots, whether or not it exists) or NotFoundError.
+        Raises what `load_folder` raises, ForbiddenError (outside the allowed roots, whether or not
+        it exists) and NotFoundError.
         """
-        self._check_name(name)
-        async with self._lock(name):
-            old = self._versions.get(name)
-            if old is not None and not load_inplace:
-                message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
-                raise BadRequestError(message, param="lora_name", code="adapter_exists")
-            folder = await asyncio.to_thread(self._allowed_folder, path)
-            version = await self._read(name, folder, pinned, param="lora_path")
-            self._versions[name] = version
-            self._hidden.discard(name)
-            if old is not None:
-                await self._retire(old)
-        return version
+        self.catalog.check_name(name, "lora_name")
+        self._check_untaken(name, load_inplace)
+        folder = await self.catalog.allowed(path)
+        return await self.load_folder(name, folder, load_inplace, pinned)
 
-    async def unload(self, name: str) -> None:
+    async def load_folder(
+        self, name: str, folder: Path, load_inplace: bool = False, pinned: bool = False
+    ) -> Loaded:
+        """Raises BadRequestError (the name is taken or not allowed, the adapter is bad) and
+        ConflictError (the name is an alias)."""
+        self.catalog.check_name(name, "lora_name")
+        async with self._lock(name):
+            self._check_untaken(name, load_inplace)
+            wanted = Unloaded(folder, pinned=pinned)
+            version = await self._read(name, folder, wanted, param="lora_path", register=True)
+            old, known = self._versions.get(name), self._forget(name)
+            retired = _Retired(in_use=False)
+            if old is None:
+                changed = known is None or known.digest != version.loaded.digest
+            elif changed := not _is_same(old, version):
+                retired = self._retire(old)
+            else:
+                version = await self._keep(old, version)
+            self._versions[name] = version
+            self.catalog.hidden.discard(name)
+        await self.save()
+        return Loaded(version, changed, await self._freed(retired))
+
+    async def unload(self, name: str) -> Freed:
         """Forget the name at once; memory is freed when the last request on it ends.
 
-        Raises NotFoundError for an unknown name.
+        Raises NotFoundError for an unknown name, ConflictError for one that an alias needs.
         """
         async with self._lock(name):
-            on_disk = self._lazy_folder(name) is not None
+            found = await self.catalog.find(name)
+            if aliases := self.aliases.naming(name):
+                message = f"The adapter {name!r} is a target of the alias {aliases[0]!r}"
+                raise ConflictError(message, param="lora_name", code="adapter_in_use")
             version = self._versions.pop(name, None)
-            if version is None and not on_disk:
+            if version is None and found is None:
                 message = f"The adapter {name!r} does not exist"
                 raise NotFoundError(message, param="lora_name", code="adapter_not_found")
-            if on_disk:  # the next request must not bring it back
-                self._hidden.add(name)
+            self._forget(name)
+            if await self.catalog.find(name) is not None:  # a request must not bring it back
+                self.catalog.hidden.add(name)
+            retired = _Retired(in_use=False)
             if version is not None:
                 self._metrics.forget_adapter(name)
-                await self._retire(version)
+                retired = self._retire(version)
+        await self.save()
+        return await self._freed(retired)
 
-    async def _read(self, name: str, folder: Path, pinned: bool, param: str) -> Version:
-        adapter_id = next(self._ids)
+    async def _read(
+        self,
+        name: str,
+        folder: Path,
+        wanted: Unloaded | None = None,
+        param: str = "model",
+        register: bool = False,
+    ) -> Version:
+        number = next(self._numbers)
+        pinned = wanted is not None and wanted.pinned
+        digest = None if wanted is None else wanted.digest
         try:
-            text = await asyncio.to_thread(read_text_config, folder)
-            loaded = await self._engine.load_adapter(adapter_id, str(folder), pinned)
+            own = await asyncio.to_thread(read_profile, folder, self.tokenizers)
+            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
         except (AdapterError, TextConfigError) as error:
             message = f"The adapter {name!r} cannot be loaded: {error}"
             raise BadRequestError(message, param=param, code="invalid_adapter") from None
         self._metrics.adapter_loaded(name, loaded.seconds)
-        text = text.over(self.base_text)
-        return Version(adapter_id, name, folder, pinned, loaded, text, int(time.time()))
+        return Version(
+            number,
+            name,
+            folder,
+            pinned,
+            loaded,
+            own.over(self.base, loaded.vocab_size),
+            int(time.time()),
+            is_registered=register or digest is not None,
+        )
 
-    async def _retire(self, version: Version) -> None:
-        if self._leases[version.adapter_id]:
-            self._retired.add(version.adapter_id)
-        else:
-            await self._free(version)
+    async def _keep(self, old: Version, new: Version) -> Version:
+        """The name has this content already: only its pin, and where it lies, can change."""
+        kept = replace(old, pinned=new.pinned, is_registered=True)
+        if not self._uploads.owns(new.path):
+            kept = replace(kept, path=new.path)
+        try:
+            await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
+        finally:
+            self._contents.release(new.adapter_id, new.number)
+        return kept
 
-    async def _free(self, version: Version) -> None:
-        with contextlib.suppress(EngineDeadError):  # then it is free
-            await self._engine.unload_adapter(version.adapter_id)
+    def _retire(self, version: Version) -> _Retired:
+        if self._leases[version.number]:
+            self._retired.add(version.number)
+            return _Retired(in_use=True)
+        return _Retired(False, self._contents.release(version.adapter_id, version.number))
+
+    async def _freed(self, retired: _Retired) -> Freed:
+        if retired.in_use:
+            return Freed(pending=True)
+        return await self._contents.freed(retired.unloaded)
+
+    def _forget(self, name: str) -> Unloaded | None:
+        """A registration is superseded: returns it. The folder of its upload is not needed more."""
+        known = self.catalog.forget(name)
+        if known is not None:
+            self._uploads.discard(known.path)
+        return known
+
+    @contextlib.asynccontextmanager
+    async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Meanwhile nothing is loaded or unloaded under these names."""
+        async with contextlib.AsyncExitStack() as locks:
+            for name in sorted(set(names)):
+                await locks.enter_async_context(self._lock(name))
+            yield
+
+    async def save(self) -> None:
+        """Keep the names and aliases over a restart."""
+        await self._state_file.save(self._state)
 
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
@@ -243,67 +358,44 @@ class Registry:
             lock = self._locks[name] = asyncio.Lock()
         return lock
 
-    # --- what may be loaded -----------------------------------------------------------------------
+    # --- what outlives the server -----------------------------------------------------------------
 
-    def _check_name(self, name: str) -> None:
-        if not _NAME.fullmatch(name):
-            message = "An adapter's name has up to 255 letters, digits or any of . _ : / @ + -"
-            raise BadRequestError(message, param="lora_name", code="invalid_name")
-        if name == self.base_name or name.startswith(self.base_name + ":"):
-            message = f"The name {name!r} belongs to the base model"
-            raise BadRequestError(message, param="lora_name", code="invalid_name")
+    def _state(self) -> State:
+        registered = dict(self.catalog.registered)
+        for name, version in self._versions.items():
+            if version.is_registered:
+                digest = version.loaded.digest
+                registered[name] = Registration(str(version.path), digest, version.pinned)
+        return State(registered, sorted(self.catalog.hidden), self.aliases.all())
 
-    def _allowed_folder(self, path: str) -> Path:
-        if not self._roots:
-            message = "Loading adapters at run time is off: start the server with --adapter-dir"
-            raise ForbiddenError(message, param="lora_path", code="loading_disabled")
-        try:
-            folder = Path(path).resolve()
-        except (OSError, ValueError, RuntimeError):  # a NUL byte, a loop of links
-            folder = None
-        if folder is None or not self._inside(folder):
-            raise ForbiddenError(_OUTSIDE, param="lora_path", code="path_not_allowed")
-        try:
-            if not folder.is_dir():
-                if folder.exists():
-                    message = "The path is not a folder"
-                    raise BadRequestError(message, param="lora_path", code="invalid_adapter")
-                raise FileNotFoundError
-            escapes = not all(self._inside(entry.resolve()) for entry in folder.iterdir())
-        except FileNotFoundError:
-            message = "There is no such folder"
-            raise NotFoundError(message, param="lora_path", code="adapter_not_found") from None
-        except (OSError, RuntimeError):
-            message = "The folder cannot be read"
-            raise BadRequestError(message, param="lora_path", code="invalid_adapter") from None
-        if escapes:  # a link among its files
-            raise ForbiddenError(_OUTSIDE, param="lora_path", code="path_not_allowed")
-        return folder
+    def restore(self, state: State) -> None:
+        """Take over the names of an earlier run; adapters of the settings come before them."""
+        given = self._settings.adapters
+        self.catalog.registered = {
+            name: known for name, known in state.adapters.items() if name not in given
+        }
+        self.catalog.hidden = set(state.hidden) - given.keys()
+        for alias, targets in state.aliases.items():
+            if alias not in given:
+                self.aliases.put(alias, targets)
 
-    def _inside(self, path: Path) -> bool:
-        return any(path.is_relative_to(root) for root in self._roots)
-
-    def _lazy_folders(self) -> dict[str, Path]:
-        names = {entry.name for root in self._roots for entry in _entries(root)}
-        folders = {name: self._lazy_folder(name) for name in sorted(names)}
-        return {name: folder for name, folder in folders.items() if folder is not None}
-
-    def _lazy_folder(self, name: str) -> Path | None:
-        if name in self._hidden or "/" in name or not _NAME.fullmatch(name):
-            return None
-        if name == self.base_name or name.startswith(self.base_name + ":"):
-            return None
-        for root in self._roots:
+    async def warn_of_missing(self) -> None:
+        """Log the registrations that could not be loaded now."""
+        for name, known in list(self.catalog.registered.items()):
+            found = Unloaded(Path(known.path), known.digest)
             try:
-                if (root / name / "adapter_config.json").is_file():
-                    return self._allowed_folder(str(root / name))
-            except (OSError, ForbiddenError, BadRequestError, NotFoundError):
-                return None
-        return None
+                await self.catalog.folder_of(found)
+            except APIError as error:
+                logger.warning("%s, registered at %s: %s", name, known.path, error.message)
+
+    def _check_untaken(self, name: str, load_inplace: bool) -> None:
+        if name in self.aliases:
+            message = f"There is an alias {name!r}"
+            raise ConflictError(message, param="lora_name", code="name_taken")
+        if not load_inplace and (name in self._versions or name in self.catalog.registered):
+            message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
+            raise BadRequestError(message, param="lora_name", code="adapter_exists")
 
 
-def _entries(root: Path) -> list[Path]:
-    try:
-        return list(root.iterdir())
-    except OSError:
-        return []
+def _is_same(one: Version, other: Version) -> bool:
+    return one.loaded.digest == other.loaded.digest and one.profile == other.profile

@@ -29,6 +29,7 @@ from lorakeet.server.demo import DemoModelError, demo_adapters, usage_lines
 from lorakeet.server.engine.client import Engine, EngineDeadError
 from lorakeet.server.engine.process_client import EngineProcess
 from lorakeet.server.errors import APIError, UnavailableError
+from lorakeet.server.files import FolderError
 from lorakeet.server.http import HTTPProtocol
 from lorakeet.server.state import Server
 from lorakeet.server.text_config import TextConfigError
@@ -46,6 +47,7 @@ _START_ERRORS = (
     DemoModelError,
     TextConfigError,
     EngineDeadError,
+    FolderError,
     APIError,
     OSError,  # a cache or a temporary folder that cannot be written
 )

@@ -4,20 +4,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 from fastapi import Request
 
 from lorakeet.configs.settings import Settings
+from lorakeet.server.adapter_state import StateFile
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.admission import check_token_ids
 from lorakeet.server.demo import model_folder
 from lorakeet.server.engine.client import Engine
 from lorakeet.server.engine.messages import EngineStats
 from lorakeet.server.errors import APIError, BadRequestError, OverloadedError, UnavailableError
 from lorakeet.server.metrics import Metrics
+from lorakeet.server.profiles import Profile, base_profile
 from lorakeet.server.registry import Registry, Version
 from lorakeet.server.templates import TemplateRenderer
-from lorakeet.server.text_config import TextConfig, read_text_config
-from lorakeet.server.tokens import Tokenizer
+from lorakeet.server.text_config import read_text_config
+from lorakeet.server.tokens import Tokenizer, TokenizerError
+from lorakeet.server.uploads import Uploads
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 
@@ -31,18 +37,23 @@ _PHASE_MESSAGES = {
 class Server:
     """Made before the model is there; `start` brings it up, `finish` ends what still runs."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # the base model's
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self.engine = engine
         self.base_name = settings.served_model_name or (settings.model or "demo").rstrip("/")
         self.metrics = Metrics(self.base_name)
-        self.registry = Registry(settings, self.base_name, engine, self.metrics)
+        self.uploads = Uploads(settings.adapter_upload_dir, settings.adapter_upload_limit)
+        self._state_file = StateFile(settings.state_dir)
+        self.registry = Registry(
+            settings, self.base_name, engine, self.metrics, self._state_file, self.uploads
+        )
         self.phase: Phase = "loading"
         self.created = int(time.time())
         self.running = 0  # answers that are being made
         self.finished: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
+        self._checking: asyncio.Task[None] | None = None
         self._reserved = 0  # choices of all requests, queued or running
         self._renderer = TemplateRenderer()
         self._adapter_renderer = TemplateRenderer()  # a bad one must not hold the model's own up
@@ -51,21 +62,31 @@ class Server:
         """Load tokenizer, engine and the adapters of the settings; then the server is ready.
 
         Raises DemoModelError, ModelNotFoundError, UnsupportedModelError, TextConfigError,
-        EngineDeadError, and APIError for an adapter that cannot be loaded.
+        EngineDeadError, FolderError, and APIError for an adapter that cannot be loaded.
         """
+        await self._restore()
         folder = await asyncio.to_thread(model_folder, self.settings.model)
-        self.registry.base_text = await asyncio.to_thread(read_text_config, folder)
+        text = await asyncio.to_thread(read_text_config, folder)
         self.engine.on_stats(self._observe_slot_loads)
         self.tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(Tokenizer, folder), self.engine.start(folder)
         )
+        self.registry.tokenizers = AdapterTokenizers(self.tokenizer, folder)
+        self.registry.base = base_profile(text, self.tokenizer, self.engine.info.vocab_size)
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(
-            self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_names
+            self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_ids
         )
+        self._checking = asyncio.create_task(self.registry.warn_of_missing())
         if self.phase == "loading":
             self.phase = "ready"
+
+    async def _restore(self) -> None:
+        state = await asyncio.to_thread(self._state_file.open)
+        used = [Path(known.path) for known in state.adapters.values()]
+        await asyncio.to_thread(self.uploads.open, used)
+        self.registry.restore(state)
 
     def check_ready(self) -> None:
         """Raises UnavailableError unless new work is taken."""
@@ -88,28 +109,30 @@ class Server:
         finally:
             self._reserved -= num_choices
 
-    async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises BadRequestError for a text that is too long to take the time to encode it."""
+    def profile(self, version: Version | None) -> Profile:
+        """How requests of an adapter, or of the base model, are read and written."""
+        return self.registry.base if version is None else version.profile
+
+    async def encode(
+        self, profile: Profile, text: str, param: str, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Raises BadRequestError for a text that is too long to take the time to encode it, and
+        for one with tokens that the tokenizer knows and the model does not."""
         limit = self.engine.info.max_model_len
-        if await asyncio.to_thread(self.tokenizer.exceeds, text, limit):
-            message = f"The prompt has more than the {limit} tokens of the model's context"
-            raise BadRequestError(message, param=param, code="context_length_exceeded")
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
-
-    def text_config(self, version: Version | None) -> TextConfig:
-        return self.registry.base_text if version is None else version.text
-
-    def eos_token_ids(self, version: Version | None) -> tuple[int, ...]:
-        """Tokens that end a sequence: the model's, and those that the adapter's folder adds."""
-        ids: list[int] = []
-        for text in (self.registry.base_text, self.text_config(version)):
-            named = self.tokenizer.token_id(text.special_tokens.get("eos_token", ""))
-            ids += text.eos_token_ids if named is None else (*text.eos_token_ids, named)
-        vocab_size = self.engine.info.vocab_size
-        return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < vocab_size)
+        tokenizer = profile.tokenizer
+        try:
+            if await asyncio.to_thread(tokenizer.exceeds, text, limit):
+                message = f"The prompt has more than the {limit} tokens of the model's context"
+                raise BadRequestError(message, param=param, code="context_length_exceeded")
+            token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        except TokenizerError as error:
+            message = f"The tokenizer failed: {error}"
+            raise BadRequestError(message, param=param, code="tokenizer_error") from None
+        check_token_ids(token_ids, profile.vocab_size, param)
+        return token_ids
 
     def renderer(self, template: str) -> TemplateRenderer:
-        is_base = template == self.registry.base_text.chat_template
+        is_base = template == self.registry.base.text.chat_template
         return self._renderer if is_base else self._adapter_renderer
 
     async def drained(self) -> None:
@@ -132,11 +155,15 @@ class Server:
             self.finished.set_result(error)
 
     async def close(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
+        await self.uploads.close()
+        self._state_file.close()
         await self._renderer.close()
         await self._adapter_renderer.close()
 
-    def _adapter_names(self) -> Mapping[int, str]:
-        return {version.adapter_id: version.name for version in self.registry.versions()}
+    def _adapter_ids(self) -> Mapping[str, int]:
+        return {version.name: version.adapter_id for version in self.registry.versions()}
 
     def _observe_slot_loads(self, stats: EngineStats) -> None:
         """Each report holds the copies since the one before."""

@@ -1,7 +1,7 @@
 """What a model's or an adapter's folder says about text: chat template, special tokens, EOS."""
 
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,33 @@ import orjson
 MAX_FILE_BYTES = 4 * 2**20
 
 
+_NUMBERS = {  # of generation_config.json: lowest and highest value, as in the API
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+_COUNTS = {"top_k": -1, "max_new_tokens": 1}  # the lowest
+
+
 class TextConfigError(ValueError):
     """A file of the folder cannot be used; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """For requests that do not say; None: the API's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+
+    def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
+        own = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(base, **own)
 
 
 @dataclass(frozen=True)
@@ -19,6 +44,7 @@ class TextConfig:
     chat_template: str | None
     special_tokens: dict[str, str]  # "bos_token": "<s>", …
     eos_token_ids: tuple[int, ...]
+    defaults: GenerationDefaults = GenerationDefaults()
 
     def over(self, base: "TextConfig") -> "TextConfig":
         """This adapter's texts laid over its base model's: EOS tokens of both end a sequence."""
@@ -26,6 +52,7 @@ class TextConfig:
             chat_template=self.chat_template or base.chat_template,
             special_tokens={**base.special_tokens, **self.special_tokens},
             eos_token_ids=tuple(dict.fromkeys(base.eos_token_ids + self.eos_token_ids)),
+            defaults=self.defaults.over(base.defaults),
         )
 
 
@@ -41,11 +68,27 @@ def read_text_config(folder: Path) -> TextConfig:
     template = _read(folder, "chat_template.jinja")
     if template is None:
         template = _default_template(tokenizer_config.get("chat_template"))
-    eos = _read_json(folder, "generation_config.json").get("eos_token_id")
+    generation = _read_json(folder, "generation_config.json")
+    eos = generation.get("eos_token_id")
     if eos is None:
         eos = _read_json(folder, "config.json").get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
-    return TextConfig(template, special, tuple(i for i in ids if isinstance(i, int)))
+    eos_ids = tuple(i for i in ids if isinstance(i, int))
+    return TextConfig(template, special, eos_ids, _defaults(generation))
+
+
+def _defaults(config: dict[str, Any]) -> GenerationDefaults:
+    found: dict[str, Any] = {}
+    for name in (*_NUMBERS, *_COUNTS):
+        value = config.get(name)
+        if value is None:
+            continue
+        low, high = _NUMBERS.get(name) or (_COUNTS[name], 2**31)
+        kinds = (int, float) if name in _NUMBERS else int
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            raise TextConfigError(f"generation_config.json: {name} {str(value)[:40]} is not usable")
+        found[name] = value
+    return GenerationDefaults(**found)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -81,15 +124,24 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _read(folder: Path, name: str) -> str | None:
+    data = read_file(folder, name, MAX_FILE_BYTES)
+    try:
+        return None if data is None else data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise TextConfigError(f"{name} cannot be read") from None
+
+
+def read_file(folder: Path, name: str, max_bytes: int) -> bytes | None:
+    """A file's bytes; None when there is none. Raises TextConfigError for what is no plain file."""
     file = folder / name
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a FIFO would wait for ever
             raise TextConfigError(f"{name} is not a file")
-        if status.st_size > MAX_FILE_BYTES:
-            raise TextConfigError(f"{name} is larger than {MAX_FILE_BYTES} bytes")
-        return file.read_text(encoding="utf-8")
+        if status.st_size > max_bytes:
+            raise TextConfigError(f"{name} is larger than {max_bytes} bytes")
+        return file.read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         raise TextConfigError(f"{name} cannot be read") from None

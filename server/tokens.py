@@ -1,14 +1,17 @@
 """Text to tokens and back: the tokenizer, the incremental detokenizer, stop strings."""
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 import tokenizers
 
 from lorakeet.server.text_config import TextConfigError
 
+TOKENIZER_NAME = "tokenizer.json"
 _CONTEXT = 6  # tokens before a text that decide how it begins (spaces)
 _LONG_TOKEN = 8  # characters; more than the mean of nearly all texts
 _PIECE = 2**16  # characters
@@ -16,28 +19,61 @@ _CUT = 64  # more tokens than a cut through a text can add
 _MAX_HELD = 16  # tokens after which bytes that make no character are shown as they are
 
 
+class TokenizerError(Exception):
+    """A tokenizer cannot be made, or fails at a text."""
+
+
+@contextlib.contextmanager
+def _as_tokenizer_error() -> Iterator[None]:
+    """The library raises nothing more exact than Exception, and panics that are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise TokenizerError(str(error)) from None
+        raise
+
+
 class Tokenizer:
-    """A model's `tokenizer.json`; thread-safe."""
+    """A `tokenizer.json`; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises TextConfigError when there is none that can be used."""
-        file = folder / "tokenizer.json"
+        """Of a model's folder. Raises TextConfigError when there is none that can be used."""
+        file = folder / TOKENIZER_NAME
         try:
-            self._tokenizer = (
-                tokenizers.Tokenizer.from_file(str(file)) if file.exists() else _convert(folder)
-            )
-        except Exception as error:  # the library raises nothing more exact
+            with _as_tokenizer_error():
+                backend = (
+                    tokenizers.Tokenizer.from_file(str(file)) if file.exists() else _convert(folder)
+                )
+        except TokenizerError as error:
             raise TextConfigError(f"{folder} has no tokenizer that can be used: {error}") from None
+        self._use(backend)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Raises TokenizerError."""
+        tokenizer = cls.__new__(cls)
+        with _as_tokenizer_error():
+            tokenizer._use(tokenizers.Tokenizer.from_buffer(data))
+        return tokenizer
+
+    def to_json(self) -> bytes:
+        return self._tokenizer.to_str().encode()
+
+    def _use(self, backend: tokenizers.Tokenizer) -> None:
+        self._tokenizer = backend
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         decoder = self._tokenizer.decoder
         self._decoder = decoder.__getstate__() if decoder is not None else b""
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self.token_bytes = functools.lru_cache(maxsize=2**17)(self._token_bytes)
+        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises TokenizerError: some that adapters bring cannot encode every text."""
         # `encode` would hold all other threads up, for many seconds if the text is long
-        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with _as_tokenizer_error():
+            batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
     def exceeds(self, text: str, limit: int) -> bool:
@@ -67,6 +103,13 @@ class Tokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for: perhaps a part of a character."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._token_bytes(token_id)
+        return data
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -1,27 +1,30 @@
-"""Adapters: vLLM's load and unload routes, and the same as a resource."""
+"""Adapters: vLLM's load and unload routes, the same as a resource, and uploads."""
 
-from pathlib import Path
-
+import orjson
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.api.schemas import LoadRequest, UnloadRequest, read_body
+from lorakeet.server.catalog import Unloaded
 from lorakeet.server.engine.messages import AdapterState
-from lorakeet.server.errors import NotFoundError
-from lorakeet.server.registry import Version
+from lorakeet.server.errors import BadRequestError, NotFoundError
+from lorakeet.server.registry import Loaded, Version
 from lorakeet.server.state import Server, server_of
+from lorakeet.server.uploads import Upload
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 async def load_lora_adapter(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, LoadRequest)
-    version = await server.registry.load(
+    loaded = await server.registry.load(
         body.lora_name,
         body.lora_path,
         load_inplace=bool(body.load_inplace),
         pinned=bool(body.pinned),
     )
-    return JSONResponse(_loaded(version, _states(server)))
+    return _answer(server, loaded)
 
 
 async def unload_lora_adapter(request: Request) -> Response:
@@ -32,15 +35,23 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def list_adapters(request: Request) -> Response:
     server = server_of(request)
-    versions, on_disk = await server.registry.listing()
+    versions, unloaded = await server.registry.listing()
     states = _states(server)
-    loaded = [_loaded(version, states) for version in versions]
-    data = loaded + [_on_disk(server, name, folder) for name, folder in on_disk.items()]
-    return JSONResponse({"object": "list", "data": data})
+    data = [_loaded(server, version, states) for version in versions]
+    data += [_unloaded(server, name, found) for name, found in unloaded.items()]
+    body = orjson.dumps({"object": "list", "data": data})
+    return Response(body, media_type="application/json")
 
 
 async def create_adapter(request: Request) -> Response:
-    return await load_lora_adapter(request)
+    """A folder of the server's by its path (JSON), or files that come with the request."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "multipart/form-data":
+        return await load_lora_adapter(request)
+    server = server_of(request)
+    async with server.uploads.receive(request) as upload:
+        loaded = await _load_upload(server, upload)
+    return _answer(server, loaded)
 
 
 async def get_adapter(request: Request) -> Response:
@@ -48,20 +59,50 @@ async def get_adapter(request: Request) -> Response:
     name = request.path_params["name"]
     version = server.registry.find(name)
     if version is not None:
-        return JSONResponse(_loaded(version, _states(server)))
-    if not server.registry.knows(name):
+        return JSONResponse(_loaded(server, version, _states(server)))
+    found = await server.registry.unloaded(name)
+    if found is None:
         message = f"The adapter {name!r} does not exist"
         raise NotFoundError(message, code="adapter_not_found")
-    return JSONResponse(_on_disk(server, name, server.registry.path(name)))
+    return JSONResponse(_unloaded(server, name, found))
 
 
 async def delete_adapter(request: Request) -> Response:
     return await _unload(server_of(request), request.path_params["name"])
 
 
+async def _load_upload(server: Server, upload: Upload) -> Loaded:
+    fields = upload.fields
+    try:
+        name = fields.get("name", fields.get("lora_name"))
+        if name is None:
+            raise BadRequestError("Missing field: name", param="name", code="missing_field")
+        loaded = await server.registry.load_folder(
+            name, upload.folder, _flag(fields, "load_inplace"), _flag(fields, "pinned")
+        )
+    except BaseException:
+        server.uploads.discard(upload.folder)
+        raise
+    if loaded.version.path != upload.folder:  # it was there already
+        server.uploads.discard(upload.folder)
+    return loaded
+
+
+def _flag(fields: dict[str, str], name: str) -> bool:
+    value = fields.get(name, "false").lower()
+    if value not in _BOOLEANS:
+        raise BadRequestError(f"{name} must be true or false", param=name, code="invalid_value")
+    return _BOOLEANS[value]
+
+
 async def _unload(server: Server, name: str) -> Response:
-    await server.registry.unload(name)
-    return JSONResponse({"id": name, "object": "adapter", "deleted": True})
+    freed = await server.registry.unload(name)
+    return JSONResponse({"id": name, "object": "adapter", "deleted": True, **freed.wire()})
+
+
+def _answer(server: Server, loaded: Loaded) -> Response:
+    card = _loaded(server, loaded.version, _states(server))
+    return JSONResponse({**card, "changed": loaded.changed, **loaded.freed.wire()})
 
 
 def _states(server: Server) -> dict[int, AdapterState]:
@@ -69,38 +110,47 @@ def _states(server: Server) -> dict[int, AdapterState]:
     return {state.adapter_id: state for state in server.engine.stats.adapters}
 
 
-def _loaded(version: Version, states: dict[int, AdapterState]) -> dict[str, object]:
+def _loaded(server: Server, version: Version, states: dict[int, AdapterState]) -> dict[str, object]:
     loaded = version.loaded
     unreported = AdapterState(version.adapter_id, "host", 0, 0)  # newer than the last report
     state = states.get(version.adapter_id, unreported)
+    on_disk = "unloaded" if state.error is None else "failed"
     return {
         "id": version.name,
         "object": "adapter",
         "created": version.created,
         "path": str(version.path),
-        "state": "loading" if state.tier == "loading" else "ready",
-        "tier": "gpu" if state.tier == "gpu" else "host",
+        "state": {"disk": on_disk, "loading": "loading"}.get(state.tier, "ready"),
+        "tier": "host" if state.tier == "loading" else state.tier,
+        "error": state.error,
         "rank": loaded.rank,
         "modules": loaded.modules,
         "bytes": loaded.num_bytes,
+        "host_bytes": loaded.num_bytes if state.in_host else 0,
+        "gpu_bytes": state.num_rows * server.engine.info.lora_row_bytes,
         "digest": loaded.digest,
         "pinned": version.pinned,
         "requests": {"running": state.num_running, "waiting": state.num_waiting},
     }
 
 
-def _on_disk(server: Server, name: str, folder: Path) -> dict[str, object]:
+def _unloaded(server: Server, name: str, found: Unloaded) -> dict[str, object]:
+    error = server.registry.catalog.errors.get(name)
+    state = "unloaded" if error is None else "failed"
     return {
         "id": name,
         "object": "adapter",
         "created": None,
-        "path": str(folder),
-        "state": "loading" if server.registry.is_loading(name) else "unloaded",
+        "path": str(found.path),
+        "state": "loading" if server.registry.is_loading(name) else state,
         "tier": "disk",
+        "error": error,
         "rank": None,
         "modules": None,
         "bytes": None,
-        "digest": None,
-        "pinned": False,
+        "host_bytes": 0,
+        "gpu_bytes": 0,
+        "digest": found.digest,
+        "pinned": found.pinned,
         "requests": {"running": 0, "waiting": 0},
     }

@@ -11,12 +11,13 @@ from lorakeet.server.admission import Prompt, ValidRequest
 from lorakeet.server.api.logprobs import chat_logprobs, prompt_logprobs
 from lorakeet.server.api.schemas import ChatRequest, Message, read_body
 from lorakeet.server.api.sse import Answer, EventWriter, Plan, Result
+from lorakeet.server.blends import select
 from lorakeet.server.errors import BadRequestError
 from lorakeet.server.generation import Choice, Delta, ScoredToken, Usage
+from lorakeet.server.profiles import Profile
 from lorakeet.server.registry import Version
 from lorakeet.server.state import Server, server_of
 from lorakeet.server.templates import TemplateError
-from lorakeet.server.tokens import Tokenizer
 
 _RESERVED = {"messages", "add_generation_prompt", "tools", "documents"}
 
@@ -24,41 +25,43 @@ _RESERVED = {"messages", "add_generation_prompt", "tools", "documents"}
 async def chat_completions(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, ChatRequest)
-    sampling = admission.sampling_params(body, server.engine.info)
 
     async def prepare(version: Version | None) -> ValidRequest:
+        profile = server.profile(version)
+        sampling = admission.sampling_params(body, profile)
         token_ids = await chat_tokens(
             server,
-            version,
+            profile,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs or {},
         )
-        limit = admission.max_tokens(body, len(token_ids), server.engine.info)
+        limit = admission.max_tokens(body, len(token_ids), server.engine.info, profile)
         return ValidRequest(
             id=f"chatcmpl-{uuid.uuid4().hex}",
             model=body.model,
             adapter_id=0 if version is None else version.adapter_id,
             prompts=(Prompt(token_ids, None, limit),),
             sampling=sampling,
-            eos_token_ids=server.eos_token_ids(version),
+            eos_token_ids=profile.eos_token_ids,
+            tokenizer=profile.tokenizer,
         )
 
     plan = Plan(
-        adapter=server.registry.resolve(body.model, body.adapter),
-        num_choices=sampling.n,
+        selection=await select(server.registry, body),
+        num_choices=body.n or 1,
         stream=bool(body.stream),
         include_usage=body.include_usage,
         prepare=prepare,
-        make_format=lambda valid: ChatFormat(valid, body, server.tokenizer),
+        make_format=lambda valid: ChatFormat(valid, body),
     )
     return Answer(server, plan)
 
 
 async def chat_tokens(
     server: Server,
-    version: Version | None,
+    profile: Profile,
     messages: list[Message],
     *,
     add_generation_prompt: bool | None,
@@ -70,7 +73,7 @@ async def chat_tokens(
 
     Raises BadRequestError.
     """
-    text = server.text_config(version)
+    text = profile.text
     if text.chat_template is None:
         message = "The model has no chat template: use /v1/completions"
         raise BadRequestError(message, param="messages", code="no_chat_template")
@@ -97,14 +100,14 @@ async def chat_tokens(
     except TemplateError as error:
         message = str(error)
         raise BadRequestError(message, param="messages", code="chat_template_error") from None
-    return await server.encode(rendered, "messages", add_special_tokens)
+    return await server.encode(profile, rendered, "messages", add_special_tokens)
 
 
 class ChatFormat:
-    def __init__(self, request: ValidRequest, body: ChatRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ValidRequest, body: ChatRequest) -> None:
         self._request = request
         self._body = body
-        self._tokenizer = tokenizer
+        self._tokenizer = request.tokenizer
         self._created = int(time.time())
         self._events = EventWriter(
             request, "chat.completion.chunk", self._created, body.include_usage

@@ -11,37 +11,40 @@ from lorakeet.server.admission import Prompt, ValidRequest
 from lorakeet.server.api.logprobs import completion_logprobs, prompt_logprobs, text_offsets
 from lorakeet.server.api.schemas import CompletionRequest, read_body
 from lorakeet.server.api.sse import Answer, EventWriter, Plan, Result
+from lorakeet.server.blends import select
 from lorakeet.server.engine.messages import TokenLogprob
 from lorakeet.server.errors import BadRequestError
 from lorakeet.server.generation import Choice, Delta, ScoredToken, Usage
+from lorakeet.server.profiles import Profile
 from lorakeet.server.registry import Version
 from lorakeet.server.state import Server, server_of
-from lorakeet.server.tokens import Tokenizer
 
 
 async def completions(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, CompletionRequest)
-    sampling = admission.sampling_params(body, server.engine.info)
     prompts = _split_prompt(body)
 
     async def prepare(version: Version | None) -> ValidRequest:
+        profile = server.profile(version)
+        sampling = admission.sampling_params(body, profile)
         return ValidRequest(
             id=f"cmpl-{uuid.uuid4().hex}",
             model=body.model,
             adapter_id=0 if version is None else version.adapter_id,
-            prompts=tuple([await _make_prompt(server, body, prompt) for prompt in prompts]),
+            prompts=tuple([await _make_prompt(server, profile, body, one) for one in prompts]),
             sampling=sampling,
-            eos_token_ids=server.eos_token_ids(version),
+            eos_token_ids=profile.eos_token_ids,
+            tokenizer=profile.tokenizer,
         )
 
     plan = Plan(
-        adapter=server.registry.resolve(body.model, body.adapter),
-        num_choices=sampling.n * len(prompts),
+        selection=await select(server.registry, body),
+        num_choices=(body.n or 1) * len(prompts),
         stream=bool(body.stream),
         include_usage=body.include_usage,
         prepare=prepare,
-        make_format=lambda valid: CompletionFormat(valid, body, server.tokenizer),
+        make_format=lambda valid: CompletionFormat(valid, body),
     )
     return Answer(server, plan)
 
@@ -57,22 +60,23 @@ def _split_prompt(body: CompletionRequest) -> list[str | list[int]]:
     return [*prompt]
 
 
-async def _make_prompt(server: Server, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
+async def _make_prompt(
+    server: Server, profile: Profile, body: CompletionRequest, prompt: str | list[int]
+) -> Prompt:
     info = server.engine.info
     if isinstance(prompt, str):
-        token_ids = await server.encode(prompt, "prompt")
-        return Prompt(token_ids, prompt, admission.max_tokens(body, len(token_ids), info))
-    admission.check_token_ids(prompt, info.vocab_size, "prompt")
-    return Prompt(prompt, None, admission.max_tokens(body, len(prompt), info))
+        token_ids = await server.encode(profile, prompt, "prompt")
+        limit = admission.max_tokens(body, len(token_ids), info, profile)
+        return Prompt(token_ids, prompt, limit)
+    admission.check_token_ids(prompt, profile.vocab_size, "prompt")
+    return Prompt(prompt, None, admission.max_tokens(body, len(prompt), info, profile))
 
 
 class CompletionFormat:
-    def __init__(
-        self, request: ValidRequest, body: CompletionRequest, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, request: ValidRequest, body: CompletionRequest) -> None:
         self._request = request
         self._body = body
-        self._tokenizer = tokenizer
+        self._tokenizer = request.tokenizer
         self._created = int(time.time())
         self._events = EventWriter(request, "text_completion", self._created, body.include_usage)
         self._begun: set[int] = set()  # choices that have sent something, the echo first

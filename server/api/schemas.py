@@ -8,11 +8,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from lorakeet.server.engine.messages import MAX_LOGPROBS
+from lorakeet.server.engine.messages import MAX_BLEND, MAX_LOGPROBS
 from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
-_NESTED = {"messages", "stream_options"}
+_NESTED = {"messages", "stream_options", "adapters", "targets"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
 
 WireModel = TypeVar("WireModel", bound="Wire")
@@ -39,11 +39,19 @@ class StreamOptions(Wire):
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
+class AdapterWeight(Wire):
+    """One adapter of a blend."""
+
+    name: str
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
 class GenerationRequest(Wire):
     """The fields that chat and plain completions share."""
 
     model: str
     adapter: str | None = None
+    adapters: Annotated[list[AdapterWeight], Field(max_length=MAX_BLEND)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -160,6 +168,16 @@ class LoadRequest(Wire):
     base_model_name: Annotated[Any, _only()] = None
 
 
+class AliasTarget(Wire):
+    adapter: str
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+
+
+class AliasRequest(Wire):
+    alias: str
+    targets: Annotated[list[AliasTarget], Field(min_length=1, max_length=100)]
+
+
 class UnloadRequest(Wire):
     lora_name: str
 
@@ -199,7 +217,8 @@ def _bad_request(error: ValidationError) -> BadRequestError:
 
 
 def _param(detail: ErrorDetails) -> str:
-    """The field; inside of messages `messages.0.content`, without the names of a union's types."""
+    """The field, without the names of a union's types; inside of others `messages.0.content`,
+    and `adapters[0].name`."""
     if detail["loc"] and detail["loc"][0] not in _NESTED:
         return str(detail["loc"][0])
     parts: list[str] = []
@@ -207,4 +226,6 @@ def _param(detail: ErrorDetails) -> str:
         if isinstance(part, str) and (part in _UNION_BRANCHES or "[" in part):
             break
         parts.append(str(part))
+    if parts[:1] == ["adapters"] and len(parts) > 1:
+        return ".".join([f"adapters[{parts[1]}]", *parts[2:]])
     return ".".join(parts)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import orjson
@@ -21,6 +21,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from lorakeet.server.admission import ValidRequest
+from lorakeet.server.blends import Selection, lease
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.errors import APIError, InternalError, RequestTimeoutError, UnavailableError
 from lorakeet.server.generation import Choice, Delta, Generation, ScoredToken, Usage
@@ -59,7 +60,7 @@ class Format(Protocol):
 class Plan:
     """What an endpoint has made of a request before any resource is taken for it."""
 
-    adapter: str | None
+    selection: Selection
     num_choices: int
     stream: bool
     include_usage: bool
@@ -140,9 +141,10 @@ class Answer(Response):
     async def _work(self, send: Send) -> str:
         server, plan = self._server, self._plan
         with server.reserve(plan.num_choices):
-            async with server.registry.lease(plan.adapter) as version:
-                request = await plan.prepare(version)
-                generation = Generation(server.engine, server.tokenizer, request)
+            async with lease(server.registry, server.engine.info, plan.selection) as leased:
+                request = await plan.prepare(leased.version)
+                request = replace(request, blend=leased.blend)
+                generation = Generation(server.engine, request)
                 self._generation = generation
                 output = plan.make_format(request)
                 async with aclosing(generation.deltas()) as deltas:
@@ -185,6 +187,8 @@ class Answer(Response):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
+        if (adapter := self._plan.selection.adapter) is not None:
+            headers = [*headers, (b"x-lorakeet-adapter", adapter.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _timed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
@@ -205,7 +209,7 @@ class Answer(Response):
 
     def _report(self, outcome: str, log: dict[str, object]) -> None:
         """Metrics, and the fields of the request's line in the log."""
-        server, adapter = self._server, self._plan.adapter
+        server, adapter = self._server, self._plan.selection.label
         seconds = time.monotonic() - self._begin
         server.metrics.requests.labels(outcome).inc()
         log |= {"adapter": adapter, "outcome": outcome}

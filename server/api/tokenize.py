@@ -9,6 +9,7 @@ from lorakeet.server import admission
 from lorakeet.server.api.chat import chat_tokens
 from lorakeet.server.api.schemas import DetokenizeRequest, TokenizeRequest, read_body
 from lorakeet.server.errors import BadRequestError
+from lorakeet.server.profiles import Profile
 from lorakeet.server.state import Server, server_of
 
 _CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -19,7 +20,10 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise BadRequestError("Send either prompt or messages", param="prompt")
-    token_ids = await _tokens(server, body)
+    adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
+    async with server.registry.lease(adapter) as version:
+        profile = server.profile(version)
+        token_ids = await _tokens(server, profile, body)
     answer = {
         "count": len(token_ids),
         "max_model_len": server.engine.info.max_model_len,
@@ -27,35 +31,36 @@ async def tokenize(request: Request) -> Response:
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [server.tokenizer.token_text(token_id) for token_id in token_ids]
+        answer["token_strs"] = [profile.tokenizer.token_text(token_id) for token_id in token_ids]
     return JSONResponse(answer)
 
 
-async def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
-    adapter = server.registry.resolve(body.model or server.base_name, body.adapter)
+async def _tokens(server: Server, profile: Profile, body: TokenizeRequest) -> list[int]:
     special = body.add_special_tokens
     if body.prompt is not None:
         for name in _CHAT_FIELDS:
             if getattr(body, name) is not None:
                 raise BadRequestError(f"{name} needs messages", param=name)
-        return await server.encode(body.prompt, "prompt", True if special is None else special)
+        special = True if special is None else special
+        return await server.encode(profile, body.prompt, "prompt", special)
     assert body.messages is not None
-    async with server.registry.lease(adapter) as version:
-        return await chat_tokens(
-            server,
-            version,
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=bool(body.continue_final_message),
-            template_kwargs=body.chat_template_kwargs or {},
-            add_special_tokens=bool(special),
-        )
+    return await chat_tokens(
+        server,
+        profile,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=body.chat_template_kwargs or {},
+        add_special_tokens=bool(special),
+    )
 
 
 async def detokenize(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, DetokenizeRequest)
-    server.registry.resolve(body.model or server.base_name, body.adapter)
-    admission.check_token_ids(body.tokens, server.engine.info.vocab_size, "tokens")
-    text = await asyncio.to_thread(server.tokenizer.decode, body.tokens, False)
+    adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
+    async with server.registry.lease(adapter) as version:
+        profile = server.profile(version)
+        admission.check_token_ids(body.tokens, profile.vocab_size, "tokens")
+        text = await asyncio.to_thread(profile.tokenizer.decode, body.tokens, False)
     return JSONResponse({"prompt": text})

@@ -1,247 +1,326 @@
 """Which adapters may have running sequences now: at most `max_loras`, and nobody waits for ever.
 
 An adapter with requests *holds a place* (and through it a slot of the pool) or waits for one in a
-queue. Places are given in the order of that queue. An adapter that has waited longer than
-`wait_limit` is *overdue*: nobody is served before it, and the adapter that has held its place
-longest *yields*: it starts no more sequences, and once it has held its place for `quantum` and got
-on by at least one token, its running sequences are preempted and it goes to the end of the queue.
-(Without that token, adapters could take turns for ever, each at computing its prompt again.)
+queue. Places go to those that have had the least service. An adapter that has waited longer than
+`wait_limit` is *overdue*: it comes before all that are not, in order of waiting, and a holder has
+to *yield*: the one with the most service, if it has held its place for `quantum` and got on by a
+token, or else the one that will have soonest. Who yields starts no more sequences, and at that
+point its running ones are preempted and it goes to the end of the queue. (Without that token,
+adapters could take turns for ever, each at computing its prompt again.)
+
+Adapters that wait are copied to slots ahead of time, as far as nobody before them needs the room.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 from lorakeet.lora.adapter import AdapterId, Slot
-from lorakeet.lora.slots import Assignment, SlotManager
-from lorakeet.server.engine.blocks import BASE_ROOT
-from lorakeet.server.engine.messages import AdapterState
-
-BASE = AdapterId(0)
-NO_SLOT = Slot(0)
-
-
-class UnknownAdapterError(Exception):
-    """A request names an adapter that the engine does not hold, or no longer."""
-
-
-@dataclass(eq=False)
-class AdapterEntry:
-    """An adapter in host memory, and its requests."""
-
-    adapter_id: AdapterId
-    root: bytes  # its digest: the root of its prefix-cache hashes
-    rank: int
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_since: float = 0.0  # while it is in the queue
-    started: float | None = None  # when it started its first sequence in its present place
-    has_progressed: bool = False  # by a token or a finished sequence, in its present place
-    slot: Slot | None = None  # while it holds a place
-
-    @property
-    def is_idle(self) -> bool:
-        return self.num_waiting == 0 and self.num_running == 0
+from lorakeet.lora.slots import Room, SlotManager
+from lorakeet.server.engine.adapter_book import BASE, AdapterBook
+from lorakeet.server.engine.adapter_entry import AdapterEntry
+from lorakeet.server.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, ActiveAdapters
+from lorakeet.server.engine.step import SlotLoad, SlotPart
 
 
 class AdapterPlaces:
-    """The adapters that the engine knows, their places, and the queue for a place.
+    """The places, and the queue for a place.
 
     `now` is in seconds of any clock that does not go backwards.
     """
 
     def __init__(
-        self, slots: SlotManager, max_loras: int, wait_limit: float, quantum: float
+        self,
+        book: AdapterBook,
+        slots: SlotManager,
+        max_loras: int,
+        wait_limit: float,
+        quantum: float,
     ) -> None:
+        self._book = book
         self._slots = slots
         self._max_loras = max_loras
         self._wait_limit = wait_limit
         self._quantum = quantum
-        self._entries: dict[AdapterId, AdapterEntry] = {
-            BASE: AdapterEntry(BASE, BASE_ROOT, 0, slot=NO_SLOT)
-        }
+        self._active = ActiveAdapters()
         self._places: dict[AdapterId, AdapterEntry] = {}
         self._queue: dict[AdapterId, AdapterEntry] = {}  # in order of `waiting_since`
         self._yielding: list[AdapterEntry] = []
-        self._unloading: set[AdapterId] = set()
 
-    def register(self, adapter_id: AdapterId, digest: str, rank: int, pinned: bool) -> None:
-        """Raises PoolError when the pool can never hold it."""
-        assert adapter_id not in self._entries
-        entry = AdapterEntry(adapter_id, bytes.fromhex(digest), rank)
-        self._slots.register(adapter_id, rank, pinned)
-        self._entries[adapter_id] = entry
+    def next_to_start(self) -> AdapterEntry | None:
+        """Whose first waiting sequence is to start next, of those that have a slot for it."""
+        can_start = [
+            entry
+            for entry in (self._book.entries[BASE], *self._places.values())
+            if entry.num_waiting and entry not in self._yielding and self._is_ready(entry)
+        ]
+        return min(can_start, key=_by_service, default=None)
 
-    def root_for_request(self, adapter_id: AdapterId) -> bytes:
-        """Raises UnknownAdapterError when new requests cannot use the adapter."""
-        entry = self._entries.get(adapter_id)
-        if entry is None or adapter_id in self._unloading:
-            raise UnknownAdapterError(f"the engine holds no adapter {adapter_id}")
-        return entry.root
+    def wanted(self) -> list[tuple[AdapterId, tuple[AdapterId, ...]]]:
+        """Adapters with requests that must be read from disk first, in order of waiting; each with
+        all that are needed together with it."""
+        return [
+            (one, entry.components)
+            for entry in self._queue.values()
+            for one in self._on_disk(entry)
+        ]
 
-    def runnable_slot(self, adapter_id: AdapterId) -> Slot | None:
-        """The slot that a new sequence of this adapter can start with, if it can start now."""
-        entry = self._entries[adapter_id]
-        ready = adapter_id == BASE or self._slots.is_ready(adapter_id)
-        return entry.slot if ready and entry not in self._yielding else None
+    def kept_in_host(self) -> set[AdapterId]:
+        """What must not leave host memory: who waits for a place has there, or in the pool, all
+        that it needs, or is the first of those that have not."""
+        kept: set[AdapterId] = set()
+        is_first = True
+        for entry in self._queue.values():
+            if self._on_disk(entry):
+                if not is_first:
+                    continue
+                is_first = False
+            kept.update(one for one in entry.components if not self._slots.is_ready(one))
+        return kept
 
     # --- what happens to requests ---
 
     def add_waiting(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
+        self._active.add(entry)
+        if entry.num_waiting == 0:
+            entry.waiting_since = now
         entry.num_waiting += 1
         if entry.slot is None and adapter_id not in self._queue:
             self._wait(entry, now)
 
     def remove_waiting(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_waiting -= 1
         if entry.num_waiting == 0:
             self._queue.pop(adapter_id, None)
-        self._leave_if_idle(entry, now)
+        self._settle(entry, now)
 
-    def start(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+    def start(self, adapter_id: AdapterId, now: float, num_prompt_tokens: int) -> None:
+        """A sequence starts. `num_prompt_tokens`: those to compute, when it is the first time."""
+        entry = self._book.entries[adapter_id]
         assert entry.slot is not None
         entry.num_waiting -= 1
         entry.num_running += 1
+        entry.waiting_since = now
+        entry.service += PROMPT_TOKEN * num_prompt_tokens
         if entry.started is None:
             entry.started = now
 
-    def progress(self, adapter_id: AdapterId) -> None:
-        """One of its sequences has got a token, or is complete."""
-        self._entries[adapter_id].has_progressed = True
+    def progress(self, adapter_id: AdapterId, num_tokens: int) -> None:
+        """One of its sequences has got so many tokens, or is complete."""
+        entry = self._book.entries[adapter_id]
+        entry.service += OUTPUT_TOKEN * num_tokens
+        entry.has_progressed = True
 
     def preempt(self, adapter_id: AdapterId) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_running -= 1
         entry.num_waiting += 1
 
     def remove_running(self, adapter_id: AdapterId, now: float) -> None:
-        entry = self._entries[adapter_id]
+        entry = self._book.entries[adapter_id]
         entry.num_running -= 1
-        self._leave_if_idle(entry, now)
+        self._settle(entry, now)
 
     # --- places ---
 
     def rotate(self, now: float) -> list[AdapterId]:
         """Decide who yields; returns the adapters whose running sequences must be preempted."""
         self._yielding = self._choose_yielding(now)
-        return [
-            entry.adapter_id
-            for entry in self._yielding
-            if entry.has_progressed and now - (entry.started or 0.0) >= self._quantum
-        ]
+        return [entry.adapter_id for entry in self._yielding if self._had_its_turn(entry, now)]
 
-    def grant(self, now: float) -> list[Assignment]:
-        """Give free places to adapters that wait; returns the slot loads that this needs."""
+    def grant(self, now: float) -> list[SlotLoad]:
+        """Give free places to adapters that wait; returns the slot loads that are to be started."""
         for entry in self._yielding:
             if entry.num_running == 0:
                 self._leave(entry, now)
-        loads = []
-        for entry in list(self._queue.values()):
+        loads: list[SlotLoad] = []
+        if not self._queue:
+            return loads
+        for entry in self._in_turn(now):
             if len(self._places) == self._max_loras:
                 break
-            if self._slots.slot_of(entry.adapter_id) is None:
-                assignment = self._slots.assign(entry.adapter_id)
-                if assignment is None and self._is_overdue(entry, now):
-                    break
-                if assignment is None:
-                    continue
-                loads.append(assignment)
-            self._enter(entry)
-        return loads
+            if self._on_disk(entry):
+                continue
+            entered = self._enter(entry)
+            if entered is None and self._is_overdue(entry, now):
+                break
+            loads += entered or ()
+        return loads + self._prefetch(now)
 
     def load_failed(self, slot: Slot, now: float) -> AdapterId:
-        """Free a slot whose copy failed. Its adapter loses its place; its requests are to end."""
-        for entry in self._places.values():
-            if entry.slot == slot:
-                self._leave(entry, now)
-                break
-        return self._slots.failed(slot)
-
-    def unload(self, adapter_id: AdapterId) -> None:
-        """No more requests; `take_unloaded` tells when the last one has ended."""
-        assert adapter_id != BASE
-        assert adapter_id in self._entries
-        self._unloading.add(adapter_id)
-
-    def take_unloaded(self) -> list[AdapterEntry]:
-        """Adapters whose last request has ended, and whose slot is free. They are forgotten."""
-        gone = [
-            adapter_id
-            for adapter_id in self._unloading
-            if self._entries[adapter_id].is_idle and self._slots.unload(adapter_id)
-        ]
-        self._unloading.difference_update(gone)
-        return [self._entries.pop(adapter_id) for adapter_id in gone]
-
-    def holds_root(self, root: bytes) -> bool:
-        return any(entry.root == root for entry in self._entries.values())
-
-    def states(self) -> list[AdapterState]:
-        return [
-            AdapterState(id_, self._slots.tier(id_), entry.num_running, entry.num_waiting)
-            for id_, entry in self._entries.items()
-            if id_ != BASE
-        ]
+        """Free a slot whose copy failed. Who needs it loses its place; its requests are to end."""
+        failed = self._slots.loading_in(slot)
+        for user in self._book.users(failed):
+            if user in self._places:
+                self._leave(self._book.entries[user], now)
+        self._slots.failed(slot)
+        return failed
 
     def check(self) -> None:
         """Assert that places, queue and slots agree."""
         self._slots.check()
         assert len(self._places) <= self._max_loras
-        for adapter_id, entry in self._entries.items():
+        uses = Counter(one for entry in self._places.values() for one in entry.held)
+        for adapter_id, entry in self._book.entries.items():
             assert min(entry.num_waiting, entry.num_running) >= 0
             if adapter_id != BASE:
                 assert (adapter_id in self._places) == (entry.slot is not None)
-                assert (adapter_id in self._queue) == (entry.slot is None and not entry.is_idle)
+                assert (adapter_id in self._queue) == (entry.slot is None and entry.has_requests)
                 assert entry.slot is not None or entry.num_running == 0
                 assert entry.slot is None or self._slots.slot_of(adapter_id) == entry.slot
+                assert self._slots.uses(adapter_id) == uses[adapter_id]
+
+    def _on_disk(self, entry: AdapterEntry) -> list[AdapterId]:
+        """What must be read before it can have a place."""
+        return [
+            component
+            for component in entry.components
+            if not self._book.entries[component].in_host and self._slots.slot_of(component) is None
+        ]
+
+    def _is_ready(self, entry: AdapterEntry) -> bool:
+        return all(self._slots.is_ready(one) for one in entry.held)
 
     def _is_overdue(self, entry: AdapterEntry, now: float) -> bool:
         return now - entry.waiting_since > self._wait_limit
 
+    def _had_its_turn(self, entry: AdapterEntry, now: float) -> bool:
+        return entry.has_progressed and now - (entry.started or 0.0) >= self._quantum
+
+    def _in_turn(self, now: float) -> list[AdapterEntry]:
+        """The queue in the order in which places are given."""
+        queue = list(self._queue.values())
+        count = sum(self._is_overdue(entry, now) for entry in queue)
+        return queue[:count] + sorted(queue[count:], key=_by_service)
+
     def _choose_yielding(self, now: float) -> list[AdapterEntry]:
-        """Longest holders, as few as make room for those that are overdue, in queue order."""
+        """As few holders as make room for those that are overdue."""
         holders = [entry for entry in self._places.values() if entry.started is not None]
-        holders.sort(key=lambda entry: entry.started or 0.0, reverse=True)
+        holders.sort(key=lambda entry: self._order_to_yield(entry, now))
         places = self._max_loras - len(self._places)
-        slots, rows = self._slots.available
+        room = self._slots.available
+        claimed: set[AdapterId] = set()
+        released = Counter[AdapterId]()
         yielding: list[AdapterEntry] = []
         for entry in self._queue.values():
             if not self._is_overdue(entry, now):
                 break
-            is_resident = self._slots.slot_of(entry.adapter_id) is not None
-            needed_slots, needed_rows = (0, 0) if is_resident else (1, entry.rank)
-            while places < 1 or slots < needed_slots or rows < needed_rows:
+            if self._on_disk(entry):
+                continue
+            needed = self._needed({*entry.components} - claimed, int(entry.is_blend))
+            claimed.update(entry.components)
+            while places < 1 or not room.holds(needed):
                 if not holders:
                     return yielding
                 victim = holders.pop()
                 yielding.append(victim)
+                released.update(victim.held)
+                freed = [one for one in victim.held if self._would_free(one, released[one])]
                 places += 1
-                if not self._slots.is_pinned(victim.adapter_id):
-                    slots, rows = slots + 1, rows + victim.rank
-            places, slots, rows = places - 1, slots - needed_slots, rows - needed_rows
+                room = sum((self._slots.size(one) for one in freed), room)
+            places, room = places - 1, room - needed
         return yielding
+
+    def _order_to_yield(self, entry: AdapterEntry, now: float) -> tuple[bool, float]:
+        """The last one yields first."""
+        if self._had_its_turn(entry, now):
+            return True, entry.service
+        return False, -(entry.started or 0.0)
+
+    def _would_free(self, adapter_id: AdapterId, num_uses: int) -> bool:
+        """Its slot and rows can be had when so many of its uses end."""
+        is_last = self._slots.uses(adapter_id) == num_uses
+        return is_last and not self._slots.is_pinned(adapter_id)
+
+    def _prefetch(self, now: float) -> list[SlotLoad]:
+        """Loads for those that get a place next. What they need is not taken for one another."""
+        loads: list[SlotLoad] = []
+        held: list[AdapterId] = []
+        for entry in islice(self._in_turn(now), self._max_loras):
+            if self._on_disk(entry):
+                continue
+            needed = self._hold(entry.components)
+            if needed is None:
+                break
+            loads += needed
+            held += entry.components
+        for adapter_id in held:
+            self._slots.release(adapter_id)
+        return loads
+
+    def _needed(self, components: Collection[AdapterId], num_more_slots: int) -> Room:
+        return sum((self._slots.needs(one) for one in components), Room(num_more_slots))
+
+    def _hold(self, components: Sequence[AdapterId], num_more: int = 0) -> list[SlotLoad] | None:
+        """Use all of these, which stay in their slots until they are released.
+
+        Returns the loads that this needs; None, and nothing has changed, if there is no room for
+        them and for `num_more` slots.
+        """
+        if not self._slots.available.holds(self._needed(components, num_more)):
+            return None
+        missing = [one for one in components if self._slots.slot_of(one) is None]
+        for component in components:
+            if component not in missing:  # first, so that no other takes its room
+                self._slots.acquire(component)
+        loads = []
+        for component in missing:
+            assignment = self._slots.assign(component)
+            assert assignment is not None
+            self._slots.acquire(component)
+            loads.append(SlotLoad(component, assignment.slot, assignment.rows))
+        return loads
+
+    def _enter(self, entry: AdapterEntry) -> list[SlotLoad] | None:
+        """Give it a place. Returns the loads that this needs; None if there is no room."""
+        if entry.is_blend and self._slots.slot_of(entry.adapter_id) is not None:
+            return None  # its last slot is on its way out, with other rows
+        loads = self._hold(entry.components, int(entry.is_blend))
+        if loads is None:
+            return None
+        if entry.is_blend:
+            loads.append(self._blend_load(entry))
+        del self._queue[entry.adapter_id]
+        self._places[entry.adapter_id] = entry
+        entry.slot = self._slots.slot_of(entry.adapter_id)
+        entry.started = None
+        entry.has_progressed = False
+        return loads
+
+    def _blend_load(self, entry: AdapterEntry) -> SlotLoad:
+        assignment = self._slots.assign(entry.adapter_id, is_transient=True)
+        assert assignment is not None
+        self._slots.acquire(entry.adapter_id)
+        parts = []
+        for component, weight in zip(entry.components, entry.weights, strict=True):
+            slot = self._slots.slot_of(component)
+            assert slot is not None
+            parts.append(SlotPart(slot, self._book.entries[component].num_rows, weight))
+        return SlotLoad(entry.adapter_id, assignment.slot, parts=tuple(parts))
+
+    def _leave(self, entry: AdapterEntry, now: float) -> None:
+        assert entry.num_running == 0
+        del self._places[entry.adapter_id]
+        for adapter_id in entry.held:
+            self._slots.release(adapter_id)
+        entry.slot = None
+        if entry.num_waiting:
+            self._wait(entry, now)
 
     def _wait(self, entry: AdapterEntry, now: float) -> None:
         entry.waiting_since = now
         self._queue[entry.adapter_id] = entry
 
-    def _enter(self, entry: AdapterEntry) -> None:
-        del self._queue[entry.adapter_id]
-        self._slots.acquire(entry.adapter_id)
-        self._places[entry.adapter_id] = entry
-        entry.slot = self._slots.slot_of(entry.adapter_id)
-        entry.started = None
-        entry.has_progressed = False
-
-    def _leave(self, entry: AdapterEntry, now: float) -> None:
-        assert entry.num_running == 0
-        del self._places[entry.adapter_id]
-        self._slots.release(entry.adapter_id)
-        entry.slot = None
-        if entry.num_waiting:
-            self._wait(entry, now)
-
-    def _leave_if_idle(self, entry: AdapterEntry, now: float) -> None:
-        if entry.is_idle and entry.adapter_id in self._places:
+    def _settle(self, entry: AdapterEntry, now: float) -> None:
+        """What becomes of an adapter that has perhaps no requests any more."""
+        if entry.has_requests:
+            return
+        self._active.discard(entry)
+        if entry.adapter_id in self._places:
             self._leave(entry, now)
+
+
+def _by_service(entry: AdapterEntry) -> tuple[float, float]:
+    return entry.service, entry.waiting_since

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lorakeet.server.engine.step import BlockId
 
@@ -20,23 +21,51 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
+@dataclass(frozen=True)
+class Content:
+    """What computes a sequence's KV: with equal contents, equal tokens have equal KV.
+
+    Tokens before `start` are the base model's: blocks wholly before it are in the base's chain.
+    """
+
+    root: bytes  # 32 bytes
+    owners: tuple[bytes, ...]  # digests of the adapters without which nobody can use it
+    start: int = 0
+
+
+BASE_CONTENT = Content(BASE_ROOT, (BASE_ROOT,))
+
+
 class HashChain:
     """The hashes of one sequence's full blocks. They are computed once, as its tokens come."""
 
-    def __init__(self, root: bytes, block_size: int) -> None:
-        if len(root) != 32:
-            raise ValueError(f"the root of a hash chain has 32 bytes, not {len(root)}")
-        self.root = root
+    def __init__(self, content: Content, block_size: int) -> None:
+        if len(content.root) != 32:
+            raise ValueError(f"the root of a hash chain has 32 bytes, not {len(content.root)}")
+        self.content = content
         self.block_size = block_size
         self.hashes: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append the hashes of the full blocks of `token_ids` that are not there yet."""
-        parent = self.hashes[-1] if self.hashes else self.root
         size = self.block_size
-        for start in range(len(self.hashes) * size, len(token_ids) - size + 1, size):
-            parent = hash_block(parent, token_ids[start : start + size])
-            self.hashes.append(parent)
+        for index in range(len(self.hashes), len(token_ids) // size):
+            tokens = token_ids[index * size : (index + 1) * size]
+            self.hashes.append(hash_block(self._parent(index), tokens))
+
+    def owners(self, index: int) -> tuple[bytes, ...]:
+        """Whose block it is."""
+        before = (index + 1) * self.block_size <= self.content.start
+        return BASE_CONTENT.owners if before else self.content.owners
+
+    def _parent(self, index: int) -> bytes:
+        root, start = self.content.root, self.content.start
+        parent = self.hashes[index - 1] if index else BASE_ROOT
+        if start == 0:
+            return parent if index else root
+        if index == start // self.block_size:  # where the base model's chain is left
+            return hashlib.sha256(parent + root + start.to_bytes(8, "little")).digest()
+        return parent
 
 
 class BlockManager:
@@ -52,8 +81,8 @@ class BlockManager:
         self._unused = [BlockId(block) for block in reversed(range(num_blocks))]
         self._idle: OrderedDict[BlockId, None] = OrderedDict()  # longest idle first
         self._block_of_hash: dict[bytes, BlockId] = {}
-        self._published: dict[BlockId, tuple[bytes, bytes]] = {}  # block → (hash, root)
-        self._blocks_of_root: dict[bytes, set[BlockId]] = {}
+        self._published: dict[BlockId, tuple[bytes, tuple[bytes, ...]]] = {}  # → (hash, owners)
+        self._blocks_of_owner: dict[bytes, set[BlockId]] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -128,12 +157,14 @@ class BlockManager:
         if not self.enable_prefix_caching or first == last:
             return
         chain.extend(token_ids)
-        for block, block_hash in zip(blocks[first:last], chain.hashes[first:last], strict=True):
+        for index in range(first, last):
+            block, block_hash = blocks[index], chain.hashes[index]
             assert self._references[block] > 0
             if block_hash not in self._block_of_hash and block not in self._published:
                 self._block_of_hash[block_hash] = block
-                self._published[block] = (block_hash, chain.root)
-                self._blocks_of_root.setdefault(chain.root, set()).add(block)
+                self._published[block] = (block_hash, chain.owners(index))
+                for owner in chain.owners(index):
+                    self._blocks_of_owner.setdefault(owner, set()).add(block)
 
     def withdraw(self, blocks: Iterable[BlockId]) -> None:
         """These blocks shall not be found any more; who holds them keeps them."""
@@ -144,9 +175,11 @@ class BlockManager:
                     del self._idle[block]
                     self._unused.append(block)
 
-    def forget(self, root: bytes) -> None:
-        """Withdraw every block whose hash chain starts at `root`."""
-        self.withdraw(list(self._blocks_of_root.get(root, ())))
+    def forget(self, owner: bytes) -> int:
+        """Withdraw every block of an adapter, also of its blends; returns how many."""
+        blocks = list(self._blocks_of_owner.get(owner, ()))
+        self.withdraw(blocks)
+        return len(blocks)
 
     def check(self, holders: Iterable[Sequence[BlockId]]) -> None:
         """Assert that the books agree with themselves and with the tables of all holders."""
@@ -157,8 +190,9 @@ class BlockManager:
         assert self._block_of_hash == {h: block for block, (h, _) in self._published.items()}
         assert not any(block in self._published for block in self._unused)
         assert all(block in self._published for block in self._idle)
-        by_root = [(block, root) for root, group in self._blocks_of_root.items() for block in group]
-        assert sorted(by_root) == sorted((block, r) for block, (_, r) in self._published.items())
+        owned = [(block, one) for one, group in self._blocks_of_owner.items() for block in group]
+        published = self._published.items()
+        assert sorted(owned) == sorted((b, one) for b, (_, owners) in published for one in owners)
 
     def _take(self) -> BlockId:
         if self._unused:
@@ -168,9 +202,10 @@ class BlockManager:
         return block
 
     def _unpublish(self, block: BlockId) -> None:
-        block_hash, root = self._published.pop(block)
+        block_hash, owners = self._published.pop(block)
         del self._block_of_hash[block_hash]
-        group = self._blocks_of_root[root]
-        group.discard(block)
-        if not group:
-            del self._blocks_of_root[root]
+        for owner in owners:
+            group = self._blocks_of_owner[owner]
+            group.discard(block)
+            if not group:
+                del self._blocks_of_owner[owner]

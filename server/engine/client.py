@@ -9,9 +9,10 @@ Engine (protocol)
 import asyncio
 import logging
 from abc import abstractmethod
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
@@ -19,6 +20,7 @@ from lorakeet.server.engine.messages import (
     AbortRequests,
     AdapterLoaded,
     AdapterUnloaded,
+    AdapterUpdated,
     AddRequest,
     Command,
     EngineDead,
@@ -30,6 +32,7 @@ from lorakeet.server.engine.messages import (
     RequestOutput,
     StepOutputs,
     UnloadAdapter,
+    UpdateAdapter,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,25 @@ class Engine(Protocol):
         Closing the generator early aborts the request. Raises EngineDeadError at any point.
         """
 
-    async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
-        """Raises AdapterNotFoundError, AdapterError (the message says why) or EngineDeadError."""
+    async def load_adapter(
+        self, adapter_id: int, path: str, digest: str | None = None
+    ) -> AdapterLoaded:
+        """Read an adapter; with a digest, only that content.
 
-    async def unload_adapter(self, adapter_id: int) -> None:
-        """Have it freed when its last request ends; send no more requests for it."""
+        Raises AdapterNotFoundError, AdapterError (the message says why) or EngineDeadError.
+        """
+
+    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
+        """Where it is read again from when it has left host memory, and whether it may leave.
+
+        Raises AdapterError when it cannot be pinned, and EngineDeadError.
+        """
+
+    def unload_adapter(self, adapter_id: int) -> "asyncio.Future[AdapterUnloaded]":
+        """Have it freed when its last request ends; send no more requests for it.
+
+        The future says what that freed; it is cancelled if the engine dies before.
+        """
 
     async def shutdown(self) -> None:
         """Stop the engine; open streams raise EngineDeadError. May be called twice."""
@@ -92,6 +109,8 @@ class EngineBase:
         self._ready = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[RequestOutput | None]] = {}
         self._loads: dict[int, asyncio.Future[AdapterLoaded]] = {}
+        self._updates: dict[int, deque[asyncio.Future[AdapterUpdated]]] = {}
+        self._unloads: dict[int, asyncio.Future[AdapterUnloaded]] = {}
         self._death_callbacks: list[Callable[[str], None]] = []
         self._stats_callbacks: list[Callable[[EngineStats], None]] = []
 
@@ -134,12 +153,14 @@ class EngineBase:
             if not finished and self._dead is None:
                 self._send(AbortRequests([request.request_id]))
 
-    async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
+    async def load_adapter(
+        self, adapter_id: int, path: str, digest: str | None = None
+    ) -> AdapterLoaded:
         self._check_alive()
         future: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
         self._loads[adapter_id] = future
         try:
-            self._send(LoadAdapter(adapter_id, path, pinned))
+            self._send(LoadAdapter(adapter_id, path, digest))
             return await future
         except asyncio.CancelledError:
             if self._dead is None:  # nobody else knows this id: it would stay for ever
@@ -148,9 +169,25 @@ class EngineBase:
         finally:
             del self._loads[adapter_id]
 
-    async def unload_adapter(self, adapter_id: int) -> None:
+    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
         self._check_alive()
-        self._send(UnloadAdapter(adapter_id))
+        future: asyncio.Future[AdapterUpdated] = asyncio.get_running_loop().create_future()
+        waiting = self._updates.setdefault(adapter_id, deque())
+        waiting.append(future)
+        self._send(UpdateAdapter(adapter_id, path, pinned))
+        if (error := (await future).error) is not None:
+            raise AdapterError(error)
+
+    def unload_adapter(self, adapter_id: int) -> "asyncio.Future[AdapterUnloaded]":
+        future = self._unloads.get(adapter_id)
+        if future is None:
+            future = asyncio.get_running_loop().create_future()
+            if self._dead is not None:
+                future.cancel()
+                return future
+            self._unloads[adapter_id] = future
+            self._send(UnloadAdapter(adapter_id))
+        return future
 
     @abstractmethod
     def _send(self, command: Command) -> None:
@@ -168,8 +205,12 @@ class EngineBase:
                     callback(event)
             case AdapterLoaded() | LoadFailed():
                 self._finish_load(event)
+            case AdapterUpdated():
+                self._finish_update(event)
             case AdapterUnloaded():
-                logger.info("adapter %d: %d bytes freed", event.adapter_id, event.freed_bytes)
+                future = self._unloads.pop(event.adapter_id, None)
+                if future is not None and not future.done():
+                    future.set_result(event)
             case EngineInfo():
                 self._info = event
                 self._ready.set()
@@ -186,6 +227,15 @@ class EngineBase:
             kind = AdapterNotFoundError if event.missing else AdapterError
             future.set_exception(kind(event.message))
 
+    def _finish_update(self, event: AdapterUpdated) -> None:
+        """Answers come in the order of the commands."""
+        waiting = self._updates[event.adapter_id]
+        future = waiting.popleft()
+        if not waiting:
+            del self._updates[event.adapter_id]
+        if not future.done():
+            future.set_result(event)
+
     def _die(self, reason: str) -> None:
         if self._dead is not None:
             return
@@ -193,9 +243,13 @@ class EngineBase:
         self._ready.set()
         for queue in self._streams.values():
             queue.put_nowait(None)
-        for future in self._loads.values():
+        updates = [future for waiting in self._updates.values() for future in waiting]
+        pending: list[asyncio.Future[Any]] = [*self._loads.values(), *updates]
+        for future in pending:
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
+        for unload in self._unloads.values():
+            unload.cancel()
         if not self._closing:
             logger.error("the engine is dead: %s", reason)
             for callback in self._death_callbacks:

@@ -42,6 +42,7 @@ class SequenceRows:
         self.blocks = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.slots = np.zeros(num_rows, np.int32)
+        self.adapter_starts = np.zeros(num_rows, np.int64)  # tokens before it have slot 0
         self.seq_ids = np.full(num_rows, -1)
         self.sequences: dict[int, NewSequence] = {}  # by row
         self._new_blocks: list[tuple[int, int, Sequence[int]]] = []  # row, first place, ids
@@ -69,7 +70,12 @@ class SequenceRows:
         self.num_blocks[row] = 0
         self.add_blocks(row, sequence.block_ids)
         self.slots[row] = sequence.slot
+        self.adapter_starts[row] = sequence.adapter_start
         return row
+
+    def slots_at(self, rows: Ints, positions: Ints) -> NDArray[np.int32]:
+        """The slot of the adapter that tokens at these positions of these rows have."""
+        return np.where(positions < self.adapter_starts[rows], np.int32(0), self.slots[rows])
 
     def add_blocks(self, row: int, block_ids: Sequence[int]) -> None:
         first = int(self.num_blocks[row])

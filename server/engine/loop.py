@@ -1,4 +1,4 @@
-"""The engine's loop: drain commands, schedule, launch, apply. Adapters are read beside it.
+"""The engine's loop: drain commands, look after adapters, schedule, launch, apply.
 
 With a depth of 2 the next step is scheduled and launched before the present one has ended, so the
 device never waits for the host.
@@ -8,31 +8,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
 
-from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, AdapterNotFoundError
+from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.host_store import HostStore
-from lorakeet.lora.slots import PoolError
-from lorakeet.server.engine.adapters import UnknownAdapterError
+from lorakeet.server.engine.adapter_book import UnknownAdapterError
+from lorakeet.server.engine.host_tier import HostTier
 from lorakeet.server.engine.messages import (
     AbortRequests,
-    AdapterLoaded,
-    AdapterUnloaded,
+    AdapterState,
     AddRequest,
     Command,
     Event,
     LoadAdapter,
-    LoadFailed,
     RequestOutput,
     Shutdown,
     StepOutputs,
     UnloadAdapter,
+    UpdateAdapter,
 )
 from lorakeet.server.engine.scheduler import Scheduler
 from lorakeet.server.engine.step import Step, StepResult
@@ -83,9 +78,8 @@ class EngineLoop:
         self.host_store = host_store
         self.send = send
         self._in_flight: deque[tuple[Step, Callable[[], StepResult]]] = deque()
-        self._reads: SimpleQueue[tuple[LoadAdapter, Future[Adapter]]] = SimpleQueue()  # finished
-        self._reading: set[AdapterId] = set()
-        self._loaded: set[AdapterId] = set()  # known to the scheduler, not unloaded
+        self._adapters = HostTier(scheduler, host_store, send, lambda: self._wake())
+        self._wake: Callable[[], None] = lambda: None
         self._outputs: list[RequestOutput] = []  # of commands, for the next message
         self._load_seconds: list[float] = []
         self._next_stats = 0.0
@@ -98,7 +92,7 @@ class EngineLoop:
         while not self._stopping:
             for command in inbox.receive(self._idle_seconds()):
                 self._handle(command)
-            self._take_reads()
+            self._outputs += self._adapters.work()
             self._step()
             self._report()
 
@@ -111,8 +105,7 @@ class EngineLoop:
         if outputs:
             self.send(StepOutputs(outputs))
             self._is_idle = False
-        for adapter_id in self.scheduler.take_unloaded():
-            self._free(adapter_id)
+        self._adapters.take_unloaded()
 
     def _launch(self) -> bool:
         """Start the next step, if there is something to do; True: it gives the device work."""
@@ -145,10 +138,21 @@ class EngineLoop:
             return
         self._next_stats = now + STATS_INTERVAL
         stats = self.scheduler.stats()
-        self.send(msgspec.structs.replace(stats, slot_load_seconds=self._load_seconds))
+        self.send(
+            msgspec.structs.replace(
+                stats,
+                slot_load_seconds=self._load_seconds,
+                lora_host_bytes=self.host_store.num_bytes,
+                adapters=[self._with_error(state) for state in stats.adapters],
+            )
+        )
         self._load_seconds = []
         if logger.isEnabledFor(logging.DEBUG) and not self.scheduler.has_work:
             self.scheduler.check()
+
+    def _with_error(self, state: AdapterState) -> AdapterState:
+        error = self._adapters.errors.get(AdapterId(state.adapter_id))
+        return state if error is None else msgspec.structs.replace(state, error=error)
 
     # --- commands ---
 
@@ -159,70 +163,20 @@ class EngineLoop:
             case AbortRequests():
                 self._outputs += self.scheduler.abort(command.request_ids)
             case LoadAdapter():
-                self._read(command)
+                self._adapters.load(command)
+            case UpdateAdapter():
+                self._adapters.update(command)
             case UnloadAdapter():
-                self._unload(AdapterId(command.adapter_id))
+                self._adapters.unload(AdapterId(command.adapter_id))
             case Shutdown():
                 self._stopping = True
 
     def _add(self, request: AddRequest) -> None:
+        for adapter_id in (request.adapter_id, *(part for part, _ in request.blend)):
+            self._adapters.touch(AdapterId(adapter_id))
         try:
             self.scheduler.add(request)
         except (ValueError, UnknownAdapterError) as error:
             self._outputs.append(
                 RequestOutput(request.request_id, [], finish_reason="error", error=str(error))
             )
-
-    # --- adapters ---
-
-    def _read(self, command: LoadAdapter) -> None:
-        """Start to read an adapter on another thread; `_take_reads` hears of its end."""
-        adapter_id = AdapterId(command.adapter_id)
-        self._reading.add(adapter_id)
-        future = self.host_store.load(adapter_id, Path(command.path))
-        future.add_done_callback(partial(self._on_read, command))
-
-    def _on_read(self, command: LoadAdapter, future: Future[Adapter]) -> None:
-        self._reads.put((command, future))
-        self._wake()
-
-    def _take_reads(self) -> None:
-        while not self._reads.empty():
-            command, future = self._reads.get()
-            adapter_id = AdapterId(command.adapter_id)
-            if adapter_id in self._reading:  # it has not been unloaded in the meantime
-                self._reading.remove(adapter_id)
-                self._finish_read(adapter_id, command.pinned, future)
-
-    def _finish_read(self, adapter_id: AdapterId, pinned: bool, future: Future[Adapter]) -> None:
-        try:
-            adapter = future.result()
-            self.scheduler.add_adapter(adapter_id, adapter.digest, adapter.rank, pinned)
-        except (AdapterError, PoolError) as error:
-            self.host_store.release(adapter_id)
-            missing = isinstance(error, AdapterNotFoundError)
-            self.send(LoadFailed(adapter_id, missing, str(error)))
-            return
-        self._loaded.add(adapter_id)
-        self.send(
-            AdapterLoaded(
-                adapter_id,
-                digest=adapter.digest,
-                rank=adapter.rank,
-                modules=list(adapter.modules),
-                num_bytes=adapter.num_bytes,
-                seconds=self.host_store.seconds(adapter_id),
-            )
-        )
-
-    def _unload(self, adapter_id: AdapterId) -> None:
-        if adapter_id in self._reading:
-            self._reading.remove(adapter_id)
-            self.send(LoadFailed(adapter_id, False, "the adapter was unloaded while it was read"))
-            self._free(adapter_id)
-        elif adapter_id in self._loaded:  # else its load has failed, or it is a repetition
-            self._loaded.remove(adapter_id)
-            self.scheduler.remove_adapter(adapter_id)
-
-    def _free(self, adapter_id: AdapterId) -> None:
-        self.send(AdapterUnloaded(adapter_id, self.host_store.release(adapter_id)))

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from lorakeet.configs.settings import Settings, SettingsError
-from lorakeet.lora.adapter import GroupSpec
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, GroupSpec
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.sampler import SamplingRow
 from lorakeet.server.engine.inputs import StepArrays
+from lorakeet.server.engine.messages import MAX_BLEND
 from lorakeet.server.engine.messages import MAX_LOGPROBS as MAX_LOGPROBS  # the runner too
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def pool_rows(
     if settings.lora_memory is not None:
         rows = settings.lora_memory // row_bytes
     else:
-        wanted = settings.max_loras * settings.max_lora_rank
+        wanted = settings.max_loras * (settings.max_lora_rank + MAX_EXTRA_ROWS)
         rows = min(wanted, free_memory(device) // 4 // row_bytes)
     if rows < settings.max_lora_rank:
         needed = -(-settings.max_lora_rank * row_bytes // MiB)
@@ -75,9 +76,31 @@ def pool_rows(
     return rows
 
 
+def vocabulary_bytes(
+    settings: Settings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """For rows of embedding and head that adapters in slots have in place of the base's.
+
+    Left out: enough for `max_loras` adapters that have all of them, in at most a part of the free
+    memory: a 32nd of a GPU's, which is set aside; an eighth of a CPU's, taken as it is needed.
+    """
+    if settings.lora_vocabulary_memory is not None:
+        return settings.lora_vocabulary_memory
+    tables = 2 * config.vocab_size * (config.hidden_size * dtype.itemsize + 8)  # an id each
+    share = 32 if device.type == "cuda" else 8
+    return min(2 * settings.max_loras * tables, free_memory(device) // share)
+
+
 def pool_slots(settings: Settings, num_rows: int) -> int:
-    """Slots of the pool, slot 0 included: adapters of small rank may be many."""
-    return 1 + max(settings.max_loras, num_rows // 8)
+    """Slots of the pool, slot 0 included: as many as the adapters of running blends can need, and
+    more for idle ones of small rank. A slot itself takes next to no memory."""
+    return 1 + settings.max_loras * (1 + MAX_BLEND) + num_rows // 8
+
+
+def blend_rows(settings: Settings, num_rows: int) -> int:
+    """Rows of the pool that the adapters of one blend may have together."""
+    wanted = settings.max_blend_rank or 2 * settings.max_lora_rank
+    return min(wanted + MAX_BLEND, num_rows)  # each may have a row of biases
 
 
 def check_model_len(settings: Settings, config: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 MAX_LOGPROBS = 20  # the most alternatives that a request may ask for
+MAX_BLEND = 8  # the most adapters that one request may blend
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -59,6 +60,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     sampling: SamplingParams
     adapter_id: int = 0  # 0: the base model
     eos_token_ids: tuple[int, ...] = ()
+    blend: tuple[tuple[int, float], ...] = ()  # instead: (adapter id, weight ≠ 0), ids ascending
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -70,11 +72,22 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
 
     adapter_id: int
     path: str
-    pinned: bool = False  # never evicted from the GPU pool once it is there
+    digest: str | None = None  # what the content must be
+
+
+class UpdateAdapter(msgspec.Struct, frozen=True, tag="update"):
+    """Answered by AdapterUpdated."""
+
+    adapter_id: int
+    path: str  # where to read it again when it has left host memory
+    pinned: bool  # never leaves host memory, nor the GPU pool once it is there
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
-    """Free it when its last request ends. The API process sends no more requests for it."""
+    """Free it when its last request ends. The API process sends no more requests for it.
+
+    Answered by AdapterUnloaded, also for an id that is not known.
+    """
 
     adapter_id: int
 
@@ -83,7 +96,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop now; what still runs ends with an error. (Draining is the API process's work.)"""
 
 
-Command = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
+Command = AddRequest | AbortRequests | LoadAdapter | UpdateAdapter | UnloadAdapter | Shutdown
 
 # --- events: engine → API process -----------------------------------------------------------------
 
@@ -99,6 +112,9 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     dtype: str
     memory: dict[str, int] = {}  # bytes by part: weights, adapter_pool, kv_cache, graphs
+    lora_row_bytes: int = 0  # of one rank row in the pool
+    lora_host_limit: int = 0  # bytes of adapters in host memory
+    max_blend_rows: int = 0  # the most rows that the adapters of one blend may have together
 
 
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -126,6 +142,9 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     modules: list[str]
     num_bytes: int
     seconds: dict[str, float] = {}  # by stage: read, check
+    num_rows: int = 0  # rows of the pool that it takes: its rank, and one more with biases
+    blendable: bool = True  # a weighted sum with others means something
+    vocab_size: int | None = None  # its token ids are below this; None: they are the model's
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -138,14 +157,26 @@ class AdapterUnloaded(msgspec.Struct, frozen=True, tag="unloaded"):
     """Its last request has ended and its memory is free."""
 
     adapter_id: int
-    freed_bytes: int
+    host_bytes: int = 0
+    num_rows: int = 0  # of the GPU pool
+    num_blocks: int = 0  # of the KV cache: prefixes that nobody can use any more
+
+
+class AdapterUpdated(msgspec.Struct, frozen=True, tag="updated"):
+    adapter_id: int
+    error: str | None = None  # why it cannot be pinned
 
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """`tier` is the best place that it is in."""
+
     adapter_id: int
-    tier: Literal["host", "loading", "gpu"]
+    tier: Literal["disk", "host", "loading", "gpu"]
     num_running: int
     num_waiting: int
+    in_host: bool = True
+    num_rows: int = 0  # of the GPU pool
+    error: str | None = None  # why it could not be read again from disk
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
@@ -161,6 +192,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag="stats"):
     num_steps: int = 0  # since start
     lora_rows_used: int = 0
     lora_rows_total: int = 0
+    lora_host_bytes: int = 0
     adapters: list[AdapterState] = []
     slot_load_seconds: list[float] = []  # host → pool copies since the last report
 
@@ -174,6 +206,7 @@ Event = (
     | StepOutputs
     | AdapterLoaded
     | LoadFailed
+    | AdapterUpdated
     | AdapterUnloaded
     | EngineStats
     | EngineDead

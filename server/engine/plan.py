@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import Slot
-from lorakeet.lora.slots import Assignment
 from lorakeet.server.engine.request import Sequence
 from lorakeet.server.engine.step import (
     NewSequence,
@@ -35,6 +34,7 @@ class StepPlan:
                 eos_token_ids=sequence.request.eos_token_ids,
                 slot=slot,
                 block_ids=tuple(sequence.block_ids),
+                adapter_start=sequence.chain.content.start,
             )
         )
 
@@ -48,11 +48,17 @@ class StepPlan:
         if chunk is not None:
             self.budget += chunk.num_tokens
 
-    def to_step(self, loads: Iterable[Assignment], released: Iterable[SequenceId]) -> Step:
+    def to_step(
+        self,
+        loads: Iterable[SlotLoad],
+        released: Iterable[SequenceId],
+        cleared: tuple[Slot, ...] = (),
+    ) -> Step:
         chunks = self.chunks.values()
         singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
         return Step(
-            loads=tuple(SlotLoad(load.adapter_id, load.slot, load.rows) for load in loads),
+            cleared=cleared,
+            loads=tuple(loads),
             released=tuple(released),
             new=tuple(self.new),
             sequences=(*singles, *(chunk for chunk in chunks if chunk.num_tokens > 1)),

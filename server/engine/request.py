@@ -28,6 +28,7 @@ class Sequence:
     request: AddRequest
     chain: HashChain
     max_model_len: int
+    adapter_id: AdapterId  # whose sequence it is: a blend has an id of its own
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
@@ -42,7 +43,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt)
-        self.adapter_id = AdapterId(self.request.adapter_id)
         self.sampling = self.request.sampling
         self.samples = self.sampling.max_tokens > 0  # else its prompt is only scored
         self._has_penalty = self.sampling.has_penalty

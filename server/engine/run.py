@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lorakeet.configs.settings import Settings, SettingsError
+from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import UnsupportedModelError
 from lorakeet.models.weights import WeightsError
 from lorakeet.server.engine.loop import EngineLoop, Inbox
-from lorakeet.server.engine.messages import EngineDead, EngineInfo, Event
+from lorakeet.server.engine.memory import blend_rows
+from lorakeet.server.engine.messages import MAX_BLEND, EngineDead, EngineInfo, Event
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.scheduler import Scheduler
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
@@ -57,6 +59,9 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
             num_slots=runner.pool.num_slots,
             num_rows=runner.pool.num_rows,
             max_lora_rank=settings.max_lora_rank,
+            vocabulary_bytes=runner.vocabulary_bytes,
+            max_blend=MAX_BLEND,
+            max_blend_rows=blend_rows(settings, runner.pool.num_rows),
             enable_prefix_caching=settings.enable_prefix_caching,
         )
     )
@@ -72,4 +77,7 @@ def _info(settings: Settings, runner: Runner) -> EngineInfo:
         device=str(runner.device),
         dtype=str(runner.dtype).removeprefix("torch."),
         memory=runner.memory_by_part(),
+        max_blend_rows=blend_rows(settings, runner.pool.num_rows),
+        lora_row_bytes=bytes_per_row(tuple(runner.pool.specs.values()), runner.dtype),
+        lora_host_limit=runner.host_store.max_bytes or 0,
     )

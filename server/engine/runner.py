@@ -19,10 +19,11 @@ from torch import Tensor
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import make_backend
+from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.batch import build_lora_batch
-from lorakeet.lora.host_store import HostStore
+from lorakeet.lora.host_store import HostStore, default_host_bytes
 from lorakeet.lora.layers import wrap_model
-from lorakeet.lora.pool import AdapterPool, bytes_per_row
+from lorakeet.lora.pool import AdapterPool, bytes_per_row, table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
@@ -112,11 +113,9 @@ class Runner:
             specs,
             max_rank=settings.max_lora_rank,
             dtype=self.dtype,
+            max_bytes=settings.host_lora_memory or default_host_bytes(),
             pin_memory=self.device.type == "cuda",
-            base_weights={
-                "embed_tokens": self.model.model.embed_tokens.weight,
-                "lm_head": self.model.lm_head.weight,
-            },
+            base_weights=BaseWeights(self.model),
             base_model=settings.model,
         )
         num_rows = memory.pool_rows(settings, specs, self.dtype, self.device)
@@ -124,9 +123,12 @@ class Runner:
             specs,
             memory.pool_slots(settings, num_rows),
             num_rows,
-            settings.max_lora_rank,
+            table_width(max(settings.max_lora_rank, memory.blend_rows(settings, num_rows))),
             self.dtype,
             self.device,
+        )
+        self.vocabulary_bytes = memory.vocabulary_bytes(
+            settings, self.config, self.dtype, self.device
         )
         wrap_model(self.model, self.pool, make_backend(self.device))
         self._loads = SlotLoads(self.pool, self.host_store)
@@ -150,6 +152,7 @@ class Runner:
         return {
             "weights": sum(weight.nbytes for weight in self.model.parameters()),
             "adapter_pool": self.pool.num_rows * row_bytes,
+            "adapter_vocabularies": self.vocabulary_bytes,
             "kv_cache": self.cache.num_blocks * block_bytes,
             "graphs": self._graph_bytes,
         }
@@ -165,6 +168,8 @@ class Runner:
             self.rows.release(seq_id)
         for sequence in step.new:
             self.sampling.add(self.rows.add(sequence), sequence)
+        for slot in step.cleared:
+            self.pool.vocabularies.clear(slot)
         load_errors = self._loads.start(step.loads)
         outputs = self._forward(step.sequences) if step.sequences else _Outputs()
         return partial(self._result, outputs, load_errors)
@@ -209,8 +214,9 @@ class Runner:
         scores = self._score_prompts(scheduled, arrays, hidden)
         if sampling_rows.size == 0:
             return _Outputs(None, scores)
-        logits = self._logits(hidden[last], self.rows.slots[sampling_rows])
-        output = sampler.sample(logits, self.sampling.batch(sampling_rows))
+        last_slots = self.rows.slots_at(sampling_rows, arrays.positions[last_tokens])
+        logits = self._logits(hidden[last], last_slots)
+        output = sampler.sample(logits, self.sampling.batch(sampling_rows, logits.shape[1]))
         self.device_rows.set_last_tokens(rows, output.token_ids)
         together = _Samples(
             rows=sampling_rows,
@@ -223,16 +229,26 @@ class Runner:
 
     def _hidden(self, arrays: StepArrays) -> Tensor:
         """Hidden states of the pass: (T, hidden_size)."""
-        if self.graphs is not None and arrays.is_decode:
-            return self.graphs.run(arrays, self.rows.slots[arrays.rows])
-        lora = build_lora_batch(self.rows.slots[arrays.token_rows], self.device)
+        slots = self.rows.slots_at(arrays.token_rows, arrays.positions)
+        vocabulary = self.pool.vocabularies.for_embedding(slots)
+        can_replay = arrays.is_decode and vocabulary is None
+        if self.graphs is not None and can_replay:
+            return self.graphs.run(arrays, slots)
+        lora = build_lora_batch(slots, self.device)
         batch = build_batch(arrays, self.device_rows, self.settings.block_size, lora)
-        return self.model(batch)  # type: ignore[no-any-return]
+        return self.model(replace(batch, vocabulary=vocabulary))  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor, slots: NDArray[np.int32]) -> Tensor:
-        """Logits of rows of hidden states, each with the slot of its adapter."""
-        lora = build_lora_batch(slots, self.device)
-        return self.model.compute_logits(hidden, replace(self._logits_batch, logits_lora=lora))
+        """Logits of rows of hidden states, each with the slot of its adapter.
+
+        As many columns as the largest vocabulary among them; -inf past a row's own.
+        """
+        batch = replace(
+            self._logits_batch,
+            logits_lora=build_lora_batch(slots, self.device),
+            logits_vocabulary=self.pool.vocabularies.for_head(slots),
+        )
+        return self.model.compute_logits(hidden, batch)
 
     def _score_prompts(
         self, scheduled: Sequence[ScheduledSequence], arrays: StepArrays, hidden: Tensor
@@ -249,18 +265,20 @@ class Runner:
                 continue
             targets = self.rows.token_ids[row, sequence.start + 1 : stop + 1].astype(np.int64)
             first = int(arrays.query_starts[index])
-            hidden_rows = hidden[first : first + len(targets)]
-            scores[sequence.seq_id] = self._score(hidden_rows, targets, known.slot, num_top)
+            own = slice(first, first + len(targets))
+            slots = self.rows.slots_at(arrays.token_rows[own], arrays.positions[own])
+            scores[sequence.seq_id] = self._score(hidden[own], slots, targets, num_top)
         return scores
 
-    def _score(self, hidden: Tensor, targets: Ints, slot: Slot, num_top: int) -> list[_Scores]:
+    def _score(
+        self, hidden: Tensor, slots: NDArray[np.int32], targets: Ints, num_top: int
+    ) -> list[_Scores]:
         """Rows of logits in chunks of bounded size, each with LoRA batch info of its own."""
         size = max(1, _SCORED_LOGITS // self.config.vocab_size)
         scores: list[_Scores] = []
         for start in range(0, len(targets), size):
             chunk = targets[start : start + size]
-            slots = np.full(len(chunk), slot, np.int32)
-            logits = self._logits(hidden[start : start + len(chunk)], slots)
+            logits = self._logits(hidden[start : start + size], slots[start : start + size])
             values = sampler.score(logits, upload(chunk, self.device), num_top)
             scores.append(_Scores(chunk, download(join_scores(*values))))
         return scores
@@ -288,13 +306,14 @@ class Runner:
                 partial(memory.free_memory, self.device)
             )
             logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
-        size = memory.cache_size(settings, self.config, self.dtype, available - self._graph_bytes)
+            available -= self._graph_bytes + self.vocabulary_bytes
+        size = memory.cache_size(settings, self.config, self.dtype, available)
         self.max_model_len = size.max_model_len
         self.cache = allocate(size.num_blocks)
         self.model.bind_kv_cache(self.cache)
         self.rows = SequenceRows(settings.max_num_seqs, self.max_model_len, block_size)
         self.device_rows = self._make_device_rows(self.max_model_len)
-        self.sampling = SamplingRows(self.rows, self.config.vocab_size, self.device)
+        self.sampling = SamplingRows(self.rows, self.device)
 
     def capture_graphs(self) -> None:
         """From now on decode steps are replayed. (On the CPU: they run on the static batches.)"""
@@ -324,4 +343,4 @@ class Runner:
         choices = [memory.WORST_SAMPLING] * num_rows
         sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
         del logits
-        self._score(hidden, np.zeros(len(hidden), np.int64), Slot(1), memory.MAX_LOGPROBS)
+        self._score(hidden, slots, np.zeros(len(hidden), np.int64), memory.MAX_LOGPROBS)

@@ -28,9 +28,8 @@ class SamplingRows:
     Only rows that edit logits need work of their own in a step.
     """
 
-    def __init__(self, sequences: SequenceRows, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: SequenceRows, device: torch.device) -> None:
         self._sequences = sequences
-        self._vocab_size = vocab_size
         self._device = device
         num_rows = len(sequences.slots)
         self._num_prompt = np.zeros(num_rows, np.int64)
@@ -66,8 +65,8 @@ class SamplingRows:
         """How many alternatives each row wants reported; -1: not even its own log-probability."""
         return self._num_logprobs[rows]
 
-    def batch(self, rows: Ints) -> SamplingBatch:
-        """How the next token of each row is chosen."""
+    def batch(self, rows: Ints, num_columns: int) -> SamplingBatch:
+        """How the next token of each row is chosen, from logits with so many columns."""
         columns = SamplingColumns(
             seed=self._seeds[rows],
             token_index=self._sequences.num_tokens[rows] - self._num_prompt[rows],
@@ -82,7 +81,7 @@ class SamplingRows:
         }
         wanted = int(self._num_logprobs[rows].max())
         num_logprobs = None if wanted < 0 else wanted
-        return build_columns(columns, edited, num_logprobs, self._vocab_size, self._device)
+        return build_columns(columns, edited, num_logprobs, num_columns, self._device)
 
     def _edited_row(self, row: int) -> SamplingRow:
         """Penalties, biases and bans. With penalties, all tokens of the row are known."""

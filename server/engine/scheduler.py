@@ -10,10 +10,13 @@ steps are dropped. The prefix cache gets only what an applied step has computed.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, AdapterId
 from lorakeet.lora.slots import SlotManager
+from lorakeet.server.engine.adapter_book import AdapterBook
+from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.adapters import AdapterPlaces
 from lorakeet.server.engine.blocks import BlockManager, HashChain
 from lorakeet.server.engine.messages import (
@@ -36,6 +39,15 @@ from lorakeet.server.engine.step import (
 )
 
 
+@dataclass(frozen=True)
+class Unloaded:
+    """What the unloading of an adapter has freed."""
+
+    adapter_id: AdapterId
+    num_rows: int  # of the pool
+    num_blocks: int  # of the KV cache: prefixes that nobody can use any more
+
+
 class Scheduler:
     """Owns sequences, KV blocks and adapter slots."""
 
@@ -46,14 +58,27 @@ class Scheduler:
         self.blocks = BlockManager(
             config.num_blocks, config.block_size, config.enable_prefix_caching
         )
-        self.slots = SlotManager(config.num_slots, config.num_rows, config.max_lora_rank)
-        self.adapters = AdapterPlaces(
-            self.slots, config.max_loras, config.adapter_wait_limit, config.adapter_quantum
+        most_rows = min(config.max_lora_rank + MAX_EXTRA_ROWS, config.num_rows)
+        self.slots = SlotManager(
+            config.num_slots,
+            config.num_rows,
+            most_rows,
+            reserved_slots=1 + config.max_blend,
+            reserved_rows=config.max_blend_rows,
+            vocabulary_bytes=config.vocabulary_bytes,
+        )
+        self.adapters = AdapterBook(self.slots)
+        self.places = AdapterPlaces(
+            self.adapters,
+            self.slots,
+            config.max_loras,
+            config.adapter_wait_limit,
+            config.adapter_quantum,
         )
         self._clock = clock
         self._next_seq_id = 0
         self._by_request: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # in order of arrival
+        self._waiting: dict[AdapterId, list[Sequence]] = {}  # in order of arrival, none empty
         self._running: dict[SequenceId, Sequence] = {}
         self._released: list[SequenceId] = []  # for the runner to forget
         self._prefix_queries = 0
@@ -64,7 +89,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """A step would do something, or tell how slot loads are going."""
-        return bool(self._waiting or self._running or self._released or self.slots.num_loading)
+        slots = self.slots
+        changes = self._released or slots.num_loading or slots.num_to_clear
+        return bool(self._waiting or self._running or changes)
 
     @property
     def can_schedule(self) -> bool:
@@ -74,22 +101,35 @@ class Scheduler:
     # --- commands ---
 
     def add_adapter(
-        self, adapter_id: AdapterId, digest: str, rank: int, pinned: bool = False
+        self,
+        adapter_id: AdapterId,
+        digest: str,
+        num_rows: int,
+        pinned: bool = False,
+        invocation: tuple[int, ...] = (),
+        vocabulary_bytes: int = 0,
     ) -> None:
         """An adapter is in host memory. Raises PoolError when the pool can never hold it."""
-        self.adapters.register(adapter_id, digest, rank, pinned)
+        self.adapters.register(adapter_id, digest, num_rows, pinned, invocation, vocabulary_bytes)
 
     def remove_adapter(self, adapter_id: AdapterId) -> None:
         """Take no more requests for it; `take_unloaded` tells when its last one has ended."""
         self.adapters.unload(adapter_id)
 
-    def take_unloaded(self) -> list[AdapterId]:
+    def take_unloaded(self) -> list[Unloaded]:
         """Removed adapters that nothing uses any more: their host memory can be freed."""
-        entries = self.adapters.take_unloaded()
-        for entry in entries:
-            if not self.adapters.holds_root(entry.root):
-                self.blocks.forget(entry.root)
-        return [entry.adapter_id for entry in entries]
+        unloaded = []
+        for entry in self.adapters.take_unloaded():
+            root = entry.content.root
+            num_blocks = 0 if self.adapters.holds_root(root) else self.blocks.forget(root)
+            unloaded.append(Unloaded(entry.adapter_id, entry.freed_rows, num_blocks))
+        return unloaded
+
+    def fail_adapter(self, adapter_id: AdapterId, error: str) -> list[RequestOutput]:
+        """End the requests that wait for an adapter which cannot be brought to the pool."""
+        users = self.adapters.users(adapter_id)
+        failed = [sequence for user in users for sequence in self._waiting.get(user, ())]
+        return [self._finish(sequence, "error", error) for sequence in failed]
 
     def add(self, request: AddRequest) -> None:
         """Raises ValueError for a request that could never run, UnknownAdapterError."""
@@ -101,17 +141,18 @@ class Scheduler:
             )
         if request.request_id in self._by_request:
             raise ValueError(f"request {request.request_id} is there already")
-        root = self.adapters.root_for_request(AdapterId(request.adapter_id))
+        entry, start = self._entry_for(request)
         sequence = Sequence(
             SequenceId(self._next_seq_id),
             request,
-            HashChain(root, self.config.block_size),
+            HashChain(replace(entry.content, start=start), self.config.block_size),
             self.config.max_model_len,
+            entry.adapter_id,
         )
         self._next_seq_id += 1
         self._by_request[request.request_id] = sequence
-        self._waiting.append(sequence)
-        self.adapters.add_waiting(sequence.adapter_id, self._clock())
+        self._enqueue(sequence)
+        self.places.add_waiting(sequence.adapter_id, self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests in whatever state they are; those that are not there are ignored."""
@@ -123,20 +164,20 @@ class Scheduler:
     def schedule(self) -> Step:
         now = self._clock()
         plan = StepPlan(self.config.max_num_batched_tokens)
-        displaced = self.adapters.rotate(now)
+        displaced = self.places.rotate(now)
         for sequence in list(self._running.values()):
             if sequence.adapter_id in displaced:
                 self._preempt(sequence)
         num_preemptions = self._num_preemptions
         self._schedule_running(plan)
-        loads = self.adapters.grant(now)
+        loads = self.places.grant(now)
         if self._num_preemptions == num_preemptions:  # blocks are not short
             self._admit(plan, now)
         for seq_id, chunk in plan.chunks.items():
             self._running[seq_id].launch(chunk)
         self._num_steps += bool(plan.chunks)
         released, self._released = self._released, []
-        return plan.to_step(loads, released)
+        return plan.to_step(loads, released, self.slots.take_cleared())
 
     def apply(self, step: Step, result: StepResult) -> list[RequestOutput]:
         """Take in what the runner reports of the oldest step; returns what there is to send."""
@@ -144,9 +185,8 @@ class Scheduler:
             self.slots.loaded(slot)
         outputs = []
         for slot, error in result.load_errors.items():
-            adapter_id = self.adapters.load_failed(slot, self._clock())
-            failed = [seq for seq in self._waiting if seq.adapter_id == adapter_id]
-            outputs += [self._finish(sequence, "error", error) for sequence in failed]
+            adapter_id = self.places.load_failed(slot, self._clock())
+            outputs += self.fail_adapter(adapter_id, error)
         sampled_by_id = {sampled.seq_id: sampled for sampled in result.sampled}
         for chunk in step.sequences:
             sequence = self._running.get(chunk.seq_id)
@@ -164,7 +204,7 @@ class Scheduler:
         """All but `slot_load_seconds`, which the loop collects."""
         return EngineStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._by_request) - len(self._running),
             kv_blocks_used=self.blocks.num_used_blocks,
             kv_blocks_total=self.blocks.num_blocks,
             prefix_cache_queries=self._prefix_queries,
@@ -180,6 +220,27 @@ class Scheduler:
         """Assert that all books agree: for tests, and for when the engine is idle."""
         self.blocks.check(sequence.block_ids for sequence in self._running.values())
         self.adapters.check()
+        self.places.check()
+
+    # --- the queue ---
+
+    def _entry_for(self, request: AddRequest) -> tuple[AdapterEntry, int]:
+        """Whose sequence it is, and which token is the first with the adapter."""
+        if not request.blend:
+            return self.adapters.entry_for(AdapterId(request.adapter_id), request.prompt)
+        if len(request.blend) > self.config.max_blend:
+            raise ValueError(f"a blend has at most {self.config.max_blend} adapters")
+        return self.adapters.blend_for(request.blend, self.config.max_blend_rows), 0
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        queue = self._waiting.setdefault(sequence.adapter_id, [])
+        insort(queue, sequence, key=attrgetter("seq_id"))
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        queue = self._waiting[sequence.adapter_id]
+        queue.remove(sequence)
+        if not queue:
+            del self._waiting[sequence.adapter_id]
 
     # --- parts of schedule ---
 
@@ -212,44 +273,45 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, now: float) -> None:
-        """Start waiting sequences in order of arrival, passing over those without a slot.
+        """Start waiting sequences: those of the adapter with the least service first.
 
         One that lacks blocks is not passed: it would wait for ever behind smaller ones.
         """
-        for sequence in self._waiting:
-            if plan.budget == 0 or len(self._running) >= self.config.max_num_seqs:
-                break
-            slot = self.adapters.runnable_slot(sequence.adapter_id)
-            if slot is None:
-                continue
+        while plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
+            entry = self.places.next_to_start()
+            if entry is None:
+                return
+            assert entry.slot is not None
+            sequence = self._waiting[entry.adapter_id][0]
             found = []
             if sequence.reads_prefix_cache:
                 found = self.blocks.lookup(sequence.chain, sequence.token_ids)
             if not self.blocks.fits(found, len(sequence.token_ids)):
-                break
+                return
             self._start(sequence, found, now)
-            plan.start(sequence, slot)
+            plan.start(sequence, entry.slot)
             self._plan_chunk(plan, sequence)
-        if plan.new:
-            self._waiting = [seq for seq in self._waiting if seq.seq_id not in self._running]
 
     def _start(self, sequence: Sequence, found: list[BlockId], now: float) -> None:
         self.blocks.share(found)
-        self.adapters.start(sequence.adapter_id, now)
+        self._dequeue(sequence)
         self._running[sequence.seq_id] = sequence
         sequence.block_ids = found
         sequence.num_computed_tokens = len(found) * self.config.block_size
+        num_new_tokens = 0
         if sequence.num_cached_tokens is None:  # not after a preemption
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            num_new_tokens = sequence.num_prompt_tokens - sequence.num_cached_tokens
             if sequence.reads_prefix_cache:
                 self._prefix_queries += sequence.num_prompt_tokens
                 self._prefix_hits += sequence.num_cached_tokens
+        self.places.start(sequence.adapter_id, now, num_new_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in its old place; what it has computed stays in the prefix cache."""
         self._stop(sequence)
-        self.adapters.preempt(sequence.adapter_id)
-        insort(self._waiting, sequence, key=lambda seq: seq.seq_id)
+        self.places.preempt(sequence.adapter_id)
+        self._enqueue(sequence)
         self._num_preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
@@ -293,7 +355,7 @@ class Scheduler:
             sequence.collect_prompt_logprobs(chunk.start, scores)
         if chunk.end < len(sequence.token_ids):
             return None
-        self.adapters.progress(sequence.adapter_id)
+        self.places.progress(sequence.adapter_id, num_tokens=int(chunk.samples))
         stop_token = None
         if chunk.samples:
             assert sampled is not None
@@ -318,7 +380,7 @@ class Scheduler:
         now = self._clock()
         if sequence.seq_id in self._running:
             self._stop(sequence)
-            self.adapters.remove_running(sequence.adapter_id, now)
+            self.places.remove_running(sequence.adapter_id, now)
         else:
-            self._waiting.remove(sequence)
-            self.adapters.remove_waiting(sequence.adapter_id, now)
+            self._dequeue(sequence)
+            self.places.remove_waiting(sequence.adapter_id, now)

@@ -32,15 +32,21 @@ class SlotLoads:
         for load in loads:
             started = time.perf_counter()
             try:
-                self._pool.clear(load.slot)
-                adapter = self._host_store.get(load.adapter_id)
-                write = self._pool.write(load.slot, load.rows, adapter)
+                write = self._write(load)
             except (ValueError, RuntimeError) as error:  # torch raises RuntimeError, also for OOM
                 logger.exception("adapter %d cannot be copied to its slot", load.adapter_id)
                 errors[load.slot] = f"the adapter could not be copied to the device: {error}"
             else:
                 self._running.append(_RunningLoad(load.slot, write, started))
         return errors
+
+    def _write(self, load: SlotLoad) -> PoolWrite:
+        self._pool.clear(load.slot)
+        if load.parts:
+            parts = [(part.slot, part.num_rows, part.weight) for part in load.parts]
+            return self._pool.write_blend(load.slot, parts)
+        adapter = self._host_store.get(load.adapter_id)
+        return self._pool.write(load.slot, load.rows, adapter)
 
     def take_finished(self) -> list[tuple[Slot, float]]:
         """Slots whose copy has completed since the last call, and the seconds that it took."""

@@ -13,12 +13,23 @@ BlockId = NewType("BlockId", int)  # one block of the KV cache
 
 
 @dataclass(frozen=True)
+class SlotPart:
+    slot: Slot  # loaded, or being loaded since before
+    num_rows: int
+    weight: float
+
+
+@dataclass(frozen=True)
 class SlotLoad:
-    """Copy an adapter from host memory into a slot of the pool, before this step's forward pass."""
+    """Copy an adapter from host memory into a slot of the pool, before this step's forward pass.
+
+    Or, with `parts`, make the slot list the rows of other slots' adapters, each times its weight.
+    """
 
     adapter_id: AdapterId
     slot: Slot
-    rows: tuple[int, ...]  # the pool rows it gets, as many as its rank
+    rows: tuple[int, ...] = ()  # of the pool, for its weights
+    parts: tuple[SlotPart, ...] = ()  # of a blend, which has no weights of its own
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class NewSequence:
     eos_token_ids: tuple[int, ...]  # held back until min_tokens are there
     slot: Slot
     block_ids: tuple[BlockId, ...]  # KV blocks found in the prefix cache
+    adapter_start: int = 0  # tokens before it have no adapter (aLoRA)
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -58,6 +70,7 @@ class Step:
     Steps run on the device in the order in which they are launched.
     """
 
+    cleared: tuple[Slot, ...] = ()  # free their vocabularies, before the loads
     loads: tuple[SlotLoad, ...] = ()
     released: tuple[SequenceId, ...] = ()  # finished, aborted or preempted: forget them first
     new: tuple[NewSequence, ...] = ()

@@ -58,7 +58,7 @@ def small_engine(model: Path, **settings: Any) -> InlineEngine:
         "max_num_batched_tokens": 24,
         "block_size": BLOCK_SIZE,
         "max_loras": 4,
-        "lora_memory": 90 * row_bytes,  # of some 300 that all adapters have
+        "lora_memory": 90 * row_bytes,  # of some 350 that all adapters have
     }
     return InlineEngine(cpu_settings(model, **(small | settings)))
 
@@ -187,7 +187,8 @@ def test_over_http_as_with_peft(kind: str, tmp_path: Path) -> None:
 def test_any_chunk_size(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.mktemp("chunks")
     model = tiny_model(root / "model", "mistral")
-    cases = adapters_of_every_kind(root, model)[:9:8]
+    chosen = ("all_linear", "embed_tokens", "dora_everything", "lora_bias")
+    cases = [case for case in adapters_of_every_kind(root, model) if case.name in chosen]
     generator = random.Random(chunk)
     lengths = (1, 15, 16, 17, 33, 100)
     prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]

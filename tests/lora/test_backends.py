@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights
+from lorakeet.lora.adapter import Adapter, GroupSpec
 from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, build_lora_batch
 from lorakeet.lora.pool import AdapterPool
@@ -26,6 +26,7 @@ from support.pools import (
     input_of,
     random_adapter,
     same_rank,
+    with_vectors,
 )
 
 RANKS: list[Ranks] = [
@@ -36,6 +37,13 @@ RANKS: list[Ranks] = [
     {"o_proj": (8, 8, 8), "embed_tokens": (33,), "gate_up_proj": (0, 0, 4)},
 ]
 ADAPTERS = {slot: random_adapter(ranks, slot) for slot, ranks in enumerate(RANKS, start=1)}
+LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
+# what Triton's kernels do not do yet: biases, some of modules without rank rows, and magnitudes
+WITH_VECTORS = ADAPTERS | {
+    2: with_vectors(ADAPTERS[2], bias=LINEAR, magnitude=[spec.name for spec in SPECS]),
+    4: with_vectors(ADAPTERS[4], bias=["o_proj", "down_proj"]),
+    5: with_vectors(ADAPTERS[5], magnitude=["o_proj", "embed_tokens"]),
+}
 SPEC = {spec.name: spec for spec in SPECS}
 
 
@@ -142,6 +150,64 @@ def test_any_batch_equals_the_plain_loop(slots: list[int], group: str, layer: in
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mix", [mix for mix in POPULARITIES if mix != "all_base"])
+@pytest.mark.parametrize("times", [1, 40])
+def test_biases_and_magnitudes_in_every_mix(mix: str, times: int) -> None:
+    """Alone and in long runs."""
+    slots = np.array(popularity(mix, 23, len(ADAPTERS)), dtype=np.int32).repeat(times)
+    pool, batch = filled_pool(WITH_VECTORS), make_batch(slots)
+    for spec in SPECS:
+        for layer in range(spec.num_layers):
+            x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
+            found = add(TORCH, pool, spec, layer, x, batch, y)
+            delta = expected_delta(spec, layer, x, WITH_VECTORS, slots, y)
+            torch.testing.assert_close(found.double(), y + delta, atol=2e-5, rtol=1e-5)
+            assert torch.equal(bits(found[slots == 0]), bits(y[slots == 0]))
+
+
+@pytest.mark.parametrize("times", [1, 40])
+def test_sixteen_bit_magnitudes_are_rounded_once(times: int) -> None:
+    adapters = {
+        slot: with_vectors(random_adapter(ranks, slot, torch.bfloat16), ["o_proj"], ["o_proj"])
+        for slot, ranks in enumerate(RANKS, start=1)
+    }
+    spec, slots = SPEC["o_proj"], np.array([1, 2, 0, 4, 4, 5], dtype=np.int32).repeat(times)
+    x = input_of(spec, len(slots)).bfloat16()
+    y = base_output(spec, len(slots)).bfloat16()
+    pool = filled_pool(adapters, torch.bfloat16)
+    found = add(TORCH, pool, spec, 0, x, make_batch(slots), y)
+    exact = y.double() + expected_delta(spec, 0, x, adapters, slots, y)
+    half_unit = torch.finfo(torch.bfloat16).eps * exact.abs() / 2
+    assert ((found.double() - exact).abs() <= half_unit + 1e-5).all()
+
+
+def test_a_weighted_list_of_two_adapters_rows() -> None:
+    """What a blend is: the rows of both, scales and offsets times their weights, and the largest
+    count of all: rows past a layer's rank, or of a module left alone, are zeros."""
+    pool = filled_pool(WITH_VECTORS | {6: random_adapter({})})
+    parts = ((2, 0.7), (4, -0.3))
+    start = 0
+    for slot, weight in parts:
+        count = WITH_VECTORS[slot].rank + WITH_VECTORS[slot].has_bias
+        place = slice(start, start + count)
+        pool.row_table[6, place] = pool.row_table[slot, :count]
+        pool.row_scales[6, place] = weight * pool.row_scales[slot, :count]
+        pool.row_offsets[6, place] = weight * pool.row_offsets[slot, :count]
+        start += count
+    slots = np.array([6, 0, 1, 6], dtype=np.int32).repeat(40)
+    batch = make_batch(slots)
+    for spec in SPECS:
+        pool.layer(spec.name, 0).ranks[6] = start
+        x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
+        found = add(TORCH, pool, spec, 0, x, batch, y)
+        want = y.double()
+        for slot, weight in parts:
+            alone = np.where(slots == 6, slot, 0).astype(np.int32)
+            want = want + weight * expected_delta(spec, 0, x, WITH_VECTORS, alone)
+        want += expected_delta(spec, 0, x, WITH_VECTORS, np.where(slots == 1, 1, 0))
+        torch.testing.assert_close(found.double(), want, atol=5e-5, rtol=1e-5)
+
+
 def test_blocks_of_prefill_equal_those_of_decode(target: Target) -> None:
     slots = np.repeat(np.array([2, 0, 3, 2], dtype=np.int32), 70)
     spec = SPEC["qkv_proj"]
@@ -204,7 +270,7 @@ def test_a_rows_result_is_the_same_bits_alone_and_in_any_mix(target: Target) -> 
 
 def poisoned(adapter: Adapter) -> Adapter:
     groups = {
-        name: GroupWeights(weights.a * torch.nan, weights.b * torch.nan, weights.ranks)
+        name: dataclasses.replace(weights, a=weights.a * torch.nan, b=weights.b * torch.nan)
         for name, weights in adapter.groups.items()
     }
     return dataclasses.replace(adapter, groups=groups)

@@ -156,6 +156,14 @@ ADAPTER_KINDS: dict[str, dict[str, Any]] = {
     "mlp_of_one_layer": {"r": 5, "target_modules": ["down_proj"], "layers_to_transform": [1]},
     "mixed_ranks": {"r": 4, "rank_pattern": {"layers.0.self_attn.k_proj": 13, "up_proj": 1}},
     "ends": {"r": 7, "target_modules": ["embed_tokens", "lm_head", "o_proj"]},
+    "dora": {"r": 4, "use_dora": True, "use_rslora": True, "bias": "all"},
+    "dora_ends": {
+        "r": 3,
+        "use_dora": True,
+        "target_modules": ["embed_tokens", "lm_head", "v_proj"],
+    },
+    "lora_bias": {"r": 5, "lora_bias": True, "target_modules": ["q_proj", "up_proj", "lm_head"]},
+    "bias": {"r": 2, "bias": "all", "target_modules": ["o_proj"]},
 }
 Prompts = Mapping[str, list[int]]
 
@@ -167,15 +175,15 @@ class Wrapped:
         self.folder = tiny_model(folder / "model", kind)
         self.model = load_model(self.folder, "cpu")
         specs = group_specs(self.model.config)
-        self.pool = AdapterPool(specs, 8, 60, 16, torch.float32, "cpu")
+        self.pool = AdapterPool(specs, 12, 80, 16, torch.float32, "cpu")
         self.adapters: dict[str, Path | None] = {"base": None}
         self.slots = {"base": 0}
-        rows = list(range(60))
+        rows = list(range(80))
         Random(3).shuffle(rows)
         for slot, (name, options) in enumerate(ADAPTER_KINDS.items(), start=1):
             path = make_adapter(folder / name, self.folder, seed=slot, **options)
             adapter = read(path, self.folder)
-            self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.rank)], adapter)
+            self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.num_rows)], adapter)
             self.adapters[name], self.slots[name] = path, slot
         wrap_model(self.model, self.pool, backend or make_backend("cpu"))
 
@@ -201,7 +209,9 @@ def prompts() -> Prompts:
     random = Random(7)
     return {
         name: [random.randrange(VOCAB_SIZE) for _ in range(length)]
-        for name, length in zip(["base", *ADAPTER_KINDS], [9, 17, 1, 30, 16, 21], strict=True)
+        for name, length in zip(
+            ["base", *ADAPTER_KINDS], [9, 17, 1, 30, 16, 21, 40, 7, 1, 13], strict=True
+        )
     }
 
 
@@ -222,7 +232,7 @@ class TestWholeModel:
     @pytest.mark.parametrize("size", [1, 7])
     def test_any_chunking_equals_peft(self, wrapped: Wrapped, prompts: Prompts, size: int) -> None:
         passes = Passes(wrapped.model)
-        for start in range(0, 30, size):
+        for start in range(0, 40, size):
             parts = {name: tokens[start : start + size] for name, tokens in prompts.items()}
             chunks = {name: part for name, part in parts.items() if part}
             passes.run(chunks, wrapped.batch_for(chunks))

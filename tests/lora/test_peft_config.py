@@ -103,15 +103,17 @@ def test_everything_that_peft_writes_for_a_plain_lora_is_understood() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"use_dora": True},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [1, 2]},
-        {"alora_invocation_tokens": [1]},
+        {"use_dora": "true"},
+        {"modules_to_save": ["norm"]},
+        {"modules_to_save": "lm_head"},
+        {"trainable_token_indices": [1, 1]},
+        {"trainable_token_indices": {"q_proj": [1]}},
+        {"alora_invocation_tokens": ["a"]},
         {"layer_replication": [[0, 2], [1, 3]]},
         {"target_parameters": ["mlp.experts.gate_up_proj"]},
         {"use_qalora": True},
         {"use_bdlora": {"nblocks": 2}},
-        {"lora_bias": True},
+        {"lora_bias": True, "use_dora": True},
         {"kasa_config": {"beta": 0.1}},
         {"monteclora_config": {"num_samples": 2}},
         {"arrow_config": {"top_k": 3}},
@@ -119,6 +121,7 @@ def test_everything_that_peft_writes_for_a_plain_lora_is_understood() -> None:
         {"init_lora_weights": "pissa_niter_4"},
         {"init_lora_weights": "olora"},
         {"init_lora_weights": ["gaussian"]},
+        {"init_lora_weights": "loftq"},
         {"bias": "some"},
         {"peft_type": "IA3"},
         {"peft_type": ["LORA"]},
@@ -131,12 +134,13 @@ def test_other_kinds_are_refused_by_name(fields: dict[str, Any]) -> None:
         parse(**fields)
 
 
-def test_dora_is_called_dora() -> None:
-    with pytest.raises(AdapterError, match="DoRA"):
-        parse(use_dora=True)
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga"])
+def test_how_to_convert_is_said(init: str) -> None:
+    with pytest.raises(AdapterError, match="path_initial_model_for_weight_conversion"):
+        parse(init_lora_weights=init)
 
 
-@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal"])
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
 def test_start_values_that_leave_the_base_alone(init: Any) -> None:
     assert parse(init_lora_weights=init) == parse()
 

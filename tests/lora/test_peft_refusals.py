@@ -157,51 +157,23 @@ def test_a_scaled_value_too_large_for_the_dtype(tmp_path: Path, model: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
-def test_copies_of_base_weights_must_be_the_base(tmp_path: Path, model: Path, name: str) -> None:
+def test_copies_of_base_weights_need_the_model(tmp_path: Path, model: Path, name: str) -> None:
     folder = make_adapter(tmp_path, model, target_modules=[name])
     assert any(key.endswith(f"{name}.base_layer.weight") for key in tensors_of(folder))
     with pytest.raises(AdapterError, match=f"{name}: .* no model to compare"):
         read(folder, model, base_weights=None)
 
-    def nudge(tensors: Tensors) -> Tensors:
-        return {k: v + 1e-3 if k.endswith("base_layer.weight") else v for k, v in tensors.items()}
-
-    with pytest.raises(AdapterError, match=f"{name}: .* differ from the base model's"):
-        read(edit_tensors(folder, nudge), model)
-
-
-@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
-def test_added_tokens_are_refused_with_both_sizes(tmp_path: Path, model: Path, name: str) -> None:
-    key = "base_model.model." + (
-        "lm_head.weight" if name == "lm_head" else "model.embed_tokens.weight"
-    )
-    folder = edit_tensors(make_adapter(tmp_path, model), lambda t: t | {key: torch.ones(324, 64)})
-    with pytest.raises(AdapterError, match=f"{name}: .* vocabulary of 324 tokens, .* one of 320"):
-        read(folder, model)
-
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices"),
     ],
 )
-def test_other_kinds_are_refused_by_config_and_by_tensors(
+def test_config_and_tensors_must_both_say_it(
     tmp_path: Path, model: Path, config: dict[str, Any], reason: str
 ) -> None:
-    folder = make_adapter(tmp_path, model, **config)
+    folder = edit_config(make_adapter(tmp_path, model), **config)
     with pytest.raises(AdapterError, match=reason):
         read(folder, model)
-    edit_config(folder, **dict.fromkeys(config))
-    with pytest.raises(AdapterError, match=rf"{reason}|cannot be bound"):
-        read(folder, model)
-
-
-def test_bias_tensors_are_refused(tmp_path: Path) -> None:
-    qwen = tiny_model(tmp_path / "qwen", "qwen2")
-    folder = make_adapter(tmp_path / "adapter", qwen, bias="all")
-    assert any(key.endswith(".bias") for key in tensors_of(folder))
-    with pytest.raises(AdapterError, match="bias is not supported"):
-        read(folder, qwen)

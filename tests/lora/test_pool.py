@@ -21,6 +21,7 @@ from support.pools import (
     poisoned_pool,
     random_adapter,
     same_rank,
+    with_vectors,
 )
 
 QKV = next(spec for spec in SPECS if spec.name == "qkv_proj")
@@ -61,11 +62,48 @@ def test_write_fills_its_rows_and_no_others() -> None:
         assert torch.equal(qkv.a[:, [7, 0, 4]], adapter.groups["qkv_proj"].a[layer])
         assert torch.equal(qkv.b[[7, 0, 4]], adapter.groups["qkv_proj"].b[layer])
         assert torch.equal(o.b[[7, 0]], adapter.groups["o_proj"].b[layer])
-        assert qkv.a[:, [1, 2, 3, 5, 6, 8]].isnan().all()
-        assert o.a[:, [1, 2, 3, 4, 5, 6, 8]].isnan().all()
+        for name in pool.specs:
+            weights = pool.layer(name, min(layer, pool.specs[name].num_layers - 1))
+            assert weights.a[:, [1, 2, 3, 5, 6, 8]].isnan().all()
+            assert weights.b[[1, 2, 3, 5, 6, 8]].isnan().all()
         down = pool.layer("down_proj", layer)
+        for weights, rows in ((o, [4]), (down, [7, 0, 4])):
+            assert not weights.a[:, rows].any()
+            assert not weights.b[rows].any()
         assert down.ranks.tolist() == [0, 0, 0, 0]
-        assert down.a.isnan().all()
+
+
+def test_biases_and_magnitudes_have_a_row_each() -> None:
+    pool = poisoned_pool(4, 9)
+    ranks = {"qkv_proj": (1, 2, 0), "o_proj": (2, 0, 0)}
+    adapter = with_vectors(random_adapter(ranks), ["qkv_proj", "down_proj"], ["qkv_proj"])
+    assert (adapter.rank, adapter.num_rows) == (2, 4)
+    pool.write(Slot(2), (7, 0, 4, 1), adapter)
+    assert pool.row_table[2].tolist() == [4, 7, 0] + [0] * 61
+    assert pool.row_scales[2].tolist() == [1, 1, 1] + [0] * 61
+    assert pool.row_offsets[2].tolist() == [1] + [0] * 63
+    assert pool.magnitude_rows.tolist() == [-1, -1, 1, -1]
+    qkv, down = adapter.groups["qkv_proj"], adapter.groups["down_proj"]
+    assert qkv.bias is not None
+    assert qkv.magnitude is not None
+    assert down.bias is not None
+    for layer in range(LAYERS):
+        weights = {name: pool.layer(name, layer) for name in ("qkv_proj", "o_proj", "down_proj")}
+        counts = {name: int(weights[name].ranks[2]) for name in weights}
+        assert counts == {
+            "qkv_proj": (2, 3, 1)[layer],
+            "o_proj": (3, 0, 0)[layer],
+            "down_proj": 1,
+        }
+        assert torch.equal(weights["qkv_proj"].b[4], qkv.bias[layer])
+        assert torch.equal(weights["qkv_proj"].b[1], qkv.magnitude[layer])
+        assert torch.equal(weights["down_proj"].b[4], down.bias[layer])
+        assert not weights["o_proj"].b[[4, 1]].any()
+        assert not any(group.a[:, [4, 1]].any() for group in weights.values())
+    pool.clear(Slot(2))
+    for table in (pool.row_table, pool.row_scales, pool.row_offsets):
+        assert not table[2].any()
+    assert pool.magnitude_rows[2] == -1
 
 
 def test_clear_takes_ranks_and_table_and_leaves_other_slots() -> None:
@@ -120,6 +158,13 @@ def rank_above_rows(adapter: Adapter) -> Adapter:
     return dataclasses.replace(adapter, groups=groups)
 
 
+def short_bias(adapter: Adapter) -> Adapter:
+    weights = adapter.groups["o_proj"]
+    assert weights.bias is not None
+    groups = {"o_proj": dataclasses.replace(weights, bias=weights.bias[:, 1:])}
+    return dataclasses.replace(adapter, groups=groups)
+
+
 GOOD = random_adapter(same_rank(2))
 
 
@@ -139,12 +184,15 @@ GOOD = random_adapter(same_rank(2))
         (1, (0, 1), wrong_shape(GOOD), "o_proj: shapes"),
         (1, (0, 1), rank_above_rows(GOOD), "o_proj: ranks"),
         (1, (0,), dataclasses.replace(GOOD, rank=1), "in 2 rows of 1"),
+        (1, (0, 1), with_vectors(GOOD, ["o_proj"]), "2 rows for an adapter of 3"),
+        (1, range(5), with_vectors(random_adapter(same_rank(4)), ["o_proj"]), "5 are listed"),
+        (1, (0, 1, 2), short_bias(with_vectors(GOOD, ["o_proj"])), "shape of a vector"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_the_slot_as_it_was(
     slot: int, rows: tuple[int, ...], adapter: Adapter, message: str
 ) -> None:
-    pool = poisoned_pool(3, 10, max_rank=4)
+    pool = poisoned_pool(3, 10, table_width=4)
     resident = random_adapter(same_rank(3), 7)
     pool.write(Slot(1), (9, 8, 7), resident)
     with pytest.raises(ValueError, match=message):

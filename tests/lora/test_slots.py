@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.lora.slots import Assignment, PoolError, SlotManager
+from lorakeet.lora.slots import Assignment, PoolError, Room, SlotManager
 
 
 def manager_with(
@@ -101,7 +101,7 @@ def test_a_failed_load_frees_all_it_took() -> None:
         assignment = slots.assign(a)
         assert assignment is not None
         assert slots.failed(assignment.slot) == a
-        assert (slots.num_used_rows, slots.tier(a), slots.available) == (0, "host", (2, 16))
+        assert (slots.num_used_rows, slots.tier(a), slots.available) == (0, "host", Room(2, 16))
     slots.check()
 
 
@@ -144,7 +144,7 @@ def test_more_cycles_of_load_and_unload_than_slots() -> None:
             slots.acquire(adapter_id)
             slots.release(adapter_id)
         assert slots.unload(adapter_id)
-    assert slots.available == (2, 16)
+    assert slots.available == Room(2, 16)
     slots.check()
 
 
@@ -183,7 +183,8 @@ class SlotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = SlotManager(4, 12, 5)
+        self.slots = SlotManager(4, 12, 5, vocabulary_bytes=10)
+        self.vocabularies: dict[int, int] = {}  # bytes on the device, by slot
         self.next_id = 1
         self.ranks: dict[AdapterId, int] = {}
         self.loading: dict[AdapterId, Assignment] = {}
@@ -195,14 +196,15 @@ class SlotMachine(RuleBasedStateMachine):
     def pick(self, random: random.Random) -> AdapterId:
         return random.choice(sorted(self.ranks))
 
-    @rule(rank=st.integers(1, 5), pinned=st.booleans())
-    def register(self, rank: int, pinned: bool) -> None:
+    @rule(rank=st.integers(0, 5), pinned=st.booleans(), num_bytes=st.integers(0, 11))
+    def register(self, rank: int, pinned: bool, num_bytes: int) -> None:
         adapter_id = AdapterId(self.next_id)
         self.next_id += 1
         try:
-            self.slots.register(adapter_id, rank, pinned)
+            self.slots.register(adapter_id, rank, pinned, num_bytes)
         except PoolError:
             return
+        assert num_bytes <= 10
         self.ranks[adapter_id] = rank
         self.uses[adapter_id] = 0
 
@@ -219,6 +221,12 @@ class SlotMachine(RuleBasedStateMachine):
             others = {row: one for row, one in self.row_owner.items() if one != adapter_id}
             self.row_owner = others | dict.fromkeys(assignment.rows, adapter_id)
             assert len(assignment.rows) == self.ranks[adapter_id]
+            for slot in self.slots.take_cleared():
+                self.vocabularies.pop(slot)
+            if num_bytes := self.slots.size(adapter_id).vocabulary_bytes:
+                assert assignment.slot not in self.vocabularies
+                self.vocabularies[assignment.slot] = num_bytes
+            assert sum(self.vocabularies.values()) <= 10
 
     @precondition(lambda self: self.loading)
     @rule(random=st.randoms(use_true_random=False), good=st.booleans())
@@ -267,7 +275,13 @@ class SlotMachine(RuleBasedStateMachine):
                 rows = [row for row, owner in self.row_owner.items() if owner == adapter_id]
                 assert len(rows) == self.ranks[adapter_id]
         free = sum(self.uses.values()) == 0 and not self.loading
-        assert not free or self.slots.available[1] >= 5
+        if free:
+            assert self.slots.available.rows >= 5
+            assert all(
+                self.slots.available.holds(self.slots.needs(one))
+                for one in self.ranks
+                if not self.slots.is_pinned(one)
+            )
 
 
 TestSlotMachine = SlotMachine.TestCase

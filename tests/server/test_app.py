@@ -36,6 +36,9 @@ ROUTES = [
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/v1/adapters"),
+    ("GET", "/v1/aliases"),
+    ("POST", "/v1/aliases"),
+    ("DELETE", "/v1/aliases/x"),
     ("GET", "/v1/adapters/x"),
     ("DELETE", "/v1/adapters/x"),
     ("POST", "/v1/adapters"),
@@ -187,7 +190,7 @@ def test_metrics(toy_model: Path, tmp_path: Path) -> None:
 
 
 def test_lora_requests_info(toy_model: Path, tmp_path: Path) -> None:
-    folders = {name: adapter_folder(tmp_path / name, 3) for name in ("x", "y", "idle")}
+    folders = {name: adapter_folder(tmp_path / name, k) for k, name in enumerate("xyz", start=3)}
     engine = ToyEngine(max_running=1, step_seconds=0.02)
     with toy_server(toy_model, engine, adapters=folders) as toy:
         body = {**COMPLETION, "max_tokens": 500, "stream": True}

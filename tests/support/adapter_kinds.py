@@ -36,6 +36,24 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"layers.1.self_attn.q_proj": 32, "down_proj": 4, "v_proj": 1},
         "alpha_pattern": {r".*layers\.2\..*": 30, "gate_proj": 3},
     },
+    "dora": {"r": 6, "use_dora": True},
+    "dora_everything": {
+        "r": 4,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": [*ALL_LINEAR, "embed_tokens", "lm_head"],
+    },
+    "dora_patterns": {
+        "use_dora": True,
+        "bias": "all",
+        "rank_pattern": {"layers.0.mlp.up_proj": 19, "o_proj": 2},
+        "target_modules": ["v_proj", "o_proj", "up_proj"],
+    },
+    # where the model has no biases, this is what PEFT makes of it: no tensor
+    "bias_all": {"r": 3, "bias": "all", "target_modules": ["k_proj", "down_proj"]},
+    "bias_lora_only": {"r": 5, "bias": "lora_only"},
+    "lora_bias": {"r": 4, "lora_bias": True, "target_modules": [*ALL_LINEAR, "lm_head"]},
     "last_layer": {"layers_to_transform": [2], "layers_pattern": "layers"},
     "uneven": {"target_modules": r".*(layers\.0\..*(q|down)_proj|layers\.1\..*up_proj)"},
 }

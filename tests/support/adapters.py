@@ -41,7 +41,7 @@ def make_adapter(
         **lora_config,
     )
     model = get_peft_model(copy.deepcopy(base_model(model_folder)), config)
-    _randomise(model, torch.Generator().manual_seed(seed))
+    randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(str(folder))
     return folder
 
@@ -88,20 +88,20 @@ def peft_greedy(
 
 def base_model(model_folder: Path) -> nn.Module:
     """The float32 model on the CPU, shared by all callers: copy it before changing it."""
-    return _base_model(model_folder, _state(model_folder))
+    return _base_model(model_folder, folder_state(model_folder))
 
 
 def peft_model(model_folder: Path, adapter: Path | None) -> nn.Module:
     """The model with one adapter (None: without), shared by all callers: not to be changed."""
     if adapter is None:
         return base_model(model_folder)
-    return _peft_model(model_folder, _state(model_folder), adapter, _state(adapter))
+    return _peft_model(model_folder, folder_state(model_folder), adapter, folder_state(adapter))
 
 
 FolderState = tuple[tuple[str, int, int], ...]  # a cached model is used only for unchanged files
 
 
-def _state(folder: Path) -> FolderState:
+def folder_state(folder: Path) -> FolderState:
     stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
@@ -124,7 +124,7 @@ def _peft_model(
 
 
 @torch.no_grad()
-def _randomise(model: nn.Module, generator: torch.Generator) -> None:
+def randomise(model: nn.Module, generator: torch.Generator) -> None:
     """Draw everything trainable anew, so that A x is about as large as x and deltas are seen."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

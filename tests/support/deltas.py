@@ -1,6 +1,7 @@
 """Adapters as read by Lorakeet, and the same from PEFT, as what they add to the weights."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -8,21 +9,24 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupSpec
+from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
-from support.adapters import base_model, peft_model
+from lorakeet.models.weights import load_model
+from support.adapters import FolderState, folder_state, peft_model
 
 Tensors = dict[str, Tensor]
 
 
-def base_weights(model: Path) -> Tensors:
-    """The weights that PEFT may copy into an adapter."""
-    base = base_model(model)
-    return {
-        "embed_tokens": base.get_parameter("model.embed_tokens.weight"),
-        "lm_head": base.get_parameter("lm_head.weight"),
-    }
+def base_weights(model: Path) -> BaseWeights:
+    """The weights of the model as it is served, those of the projections packed."""
+    return _base_weights(model, folder_state(model))
+
+
+@lru_cache(maxsize=8)
+def _base_weights(model: Path, _: FolderState) -> BaseWeights:
+    return BaseWeights(load_model(model, "cpu"))
 
 
 def read(folder: Path, model: Path, **options: Any) -> Adapter:

@@ -80,13 +80,26 @@ class StepEngine:
         adapter_id = AdapterId(self._next_adapter)
         self._next_adapter += 1
         adapter = self.runner.host_store.load(adapter_id, path).result(timeout=60)
-        self.scheduler.add_adapter(adapter_id, adapter.digest, adapter.rank)
+        self.scheduler.add_adapter(
+            adapter_id,
+            adapter.digest,
+            adapter.num_rows,
+            invocation=adapter.invocation,
+            vocabulary_bytes=adapter.vocabulary_bytes,
+        )
         return adapter_id
 
-    def add(self, name: str, prompt: list[int], adapter_id: int = 0, **sampling: Any) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        adapter_id: int = 0,
+        blend: tuple[tuple[int, float], ...] = (),
+        **sampling: Any,
+    ) -> None:
         """Greedy, 8 tokens, past any EOS; `sampling` says otherwise."""
         params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | sampling
-        request = AddRequest(name, prompt, SamplingParams(**params), adapter_id)
+        request = AddRequest(name, prompt, SamplingParams(**params), adapter_id, blend=blend)
         self.results[name] = Collected()
         self.scheduler.add(request)
 

@@ -1,6 +1,7 @@
 """Adapters made by hand, a pool that holds them, and the plain loop that says what they do."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,6 +44,35 @@ def random_adapter(ranks: Ranks, seed: int = 0, dtype: torch.dtype = torch.float
     return Adapter(f"digest-{seed}", largest, groups, (), 0)
 
 
+def with_vectors(
+    adapter: Adapter, bias: Sequence[str] = (), magnitude: Sequence[str] = (), seed: int = 50
+) -> Adapter:
+    """The adapter with random biases and magnitudes in these groups; a group may be a new one."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = dict(adapter.groups)
+    dtype = next(iter(groups.values())).b.dtype
+    for name in dict.fromkeys([*bias, *magnitude]):
+        spec = next(spec for spec in SPECS if spec.name == name)
+        old = groups.get(name) or _no_rank(spec, dtype)
+
+        def draw(names: Sequence[str], old: Tensor | None, spec: GroupSpec = spec) -> Tensor | None:
+            if spec.name not in names:
+                return old
+            shape = (spec.num_layers, spec.output_size)
+            return 0.5 * torch.randn(shape, generator=generator).to(dtype)
+
+        groups[name] = replace(
+            old, bias=draw(bias, old.bias), magnitude=draw(magnitude, old.magnitude)
+        )
+    return replace(adapter, groups=groups)
+
+
+def _no_rank(spec: GroupSpec, dtype: torch.dtype) -> GroupWeights:
+    a = torch.zeros(spec.num_layers, len(spec.slice_sizes), 0, spec.input_size, dtype=dtype)
+    b = torch.zeros(spec.num_layers, 0, spec.output_size, dtype=dtype)
+    return GroupWeights(a, b, (0,) * spec.num_layers)
+
+
 def same_rank(rank: int) -> Ranks:
     return {spec.name: (rank,) * spec.num_layers for spec in SPECS}
 
@@ -50,12 +80,12 @@ def same_rank(rank: int) -> Ranks:
 def poisoned_pool(
     num_slots: int,
     num_rows: int,
-    max_rank: int = 64,
+    table_width: int = 64,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> AdapterPool:
     """A pool whose weights are NaN wherever nobody has written."""
-    pool = AdapterPool(SPECS, num_slots, num_rows, max_rank, dtype, device)
+    pool = AdapterPool(SPECS, num_slots, num_rows, table_width, dtype, device)
     for spec in SPECS:
         for layer in range(spec.num_layers):
             pool.layer(spec.name, layer).a.fill_(torch.nan)
@@ -70,11 +100,11 @@ def filled_pool(
     seed: int = 0,
 ) -> AdapterPool:
     """The adapters by slot, their rows scattered over a poisoned pool."""
-    num_rows = sum(adapter.rank for adapter in adapters.values()) + 5
-    pool = poisoned_pool(max(adapters) + 1, num_rows, dtype=dtype, device=device)
+    num_rows = sum(adapter.num_rows for adapter in adapters.values()) + 5
+    pool = poisoned_pool(max(adapters) + 1, num_rows, 80, dtype, device)
     rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
     for slot, adapter in adapters.items():
-        own, rows = rows[: adapter.rank], rows[adapter.rank :]
+        own, rows = rows[: adapter.num_rows], rows[adapter.num_rows :]
         pool.write(Slot(slot), own, adapter).wait()
     return pool
 
@@ -93,8 +123,12 @@ def expected_delta(
     x: Tensor,
     adapters: Mapping[int, Adapter],
     slots: NDArray[np.int32],
+    base: Tensor | None = None,
 ) -> Tensor:
-    """(T, output) float64: row by row, slice by slice, from the adapters as they were made."""
+    """(T, output) float64: row by row, slice by slice, from the adapters as they were made.
+
+    `base`: the base layer's output, of which magnitudes take a part.
+    """
     delta = torch.zeros((len(slots), spec.output_size), dtype=torch.float64)
     for row, slot in enumerate(slots.tolist()):
         weights = adapters[slot].groups.get(spec.name) if slot else None
@@ -108,4 +142,8 @@ def expected_delta(
         ):
             h = a[0, :, x[row]] if spec.name == "embed_tokens" else a[index] @ x[row].double()
             out += h @ b
+        if weights.bias is not None:
+            delta[row] += weights.bias[layer].double()
+        if weights.magnitude is not None and base is not None:
+            delta[row] += weights.magnitude[layer].double() * base[row].double()
     return delta

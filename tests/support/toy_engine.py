@@ -350,8 +350,8 @@ class ToyEngine:
         self._take(self.scheduler.apply(step, wait()))
 
     def take_unloaded(self) -> None:
-        for adapter_id in self.scheduler.take_unloaded():
-            del self.runner.host[adapter_id]
+        for unloaded in self.scheduler.take_unloaded():
+            del self.runner.host[unloaded.adapter_id]
 
     def run(self, max_steps: int = 100_000) -> int:
         """Step until there is nothing to do; returns the number of steps."""

@@ -24,6 +24,7 @@ from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.messages import (
     AdapterLoaded,
     AdapterState,
+    AdapterUnloaded,
     AddRequest,
     EngineInfo,
     EngineStats,
@@ -50,6 +51,8 @@ class ToyEngine:
         self.running: dict[str, AddRequest] = {}
         self.waiting: dict[str, AddRequest] = {}
         self.adapters: dict[int, int] = {}  # id → k
+        self.paths: dict[int, str] = {}  # where they are read again
+        self.pinned: set[int] = set()  # at most one
         self.peak_adapters = 0
         self.num_reads = 0
         self.aborted: list[str] = []
@@ -71,7 +74,8 @@ class ToyEngine:
             max_loras=4,
             device="toy",
             dtype="int",
-            memory={"weights": 1},
+            memory={"weights": 1, "kv_cache": 70},
+            lora_row_bytes=100,
         )
 
     @property
@@ -134,7 +138,9 @@ class ToyEngine:
             if not finished:
                 self.aborted.append(request.request_id)
 
-    async def load_adapter(self, adapter_id: int, path: str, pinned: bool = False) -> AdapterLoaded:
+    async def load_adapter(
+        self, adapter_id: int, path: str, digest: str | None = None
+    ) -> AdapterLoaded:
         while not self.loads_open:
             await asyncio.sleep(0.01)
         self.num_reads += 1
@@ -145,14 +151,27 @@ class ToyEngine:
         values = json.loads(config.read_text())
         if "bad" in values:
             raise AdapterError(values["bad"])
+        found = hashlib.sha256(config.read_bytes()).hexdigest()
+        if digest not in (None, found):
+            raise AdapterError("its files have changed")
         self.adapters[adapter_id] = values["k"]
+        self.paths[adapter_id] = path
         self.peak_adapters = max(self.peak_adapters, len(self.adapters))
-        digest = hashlib.sha256(config.read_bytes()).hexdigest()
-        return AdapterLoaded(adapter_id, digest, 8, ["q_proj"], 1024, {"read": 0.01, "check": 0.02})
+        return AdapterLoaded(adapter_id, found, 8, ["q_proj"], 1024, {"read": 0.01, "check": 0.02})
 
-    async def unload_adapter(self, adapter_id: int) -> None:
+    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
+        if pinned and len(self.pinned | {adapter_id}) > 1:
+            raise AdapterError("pinning this adapter would leave no room for any other")
+        self.paths[adapter_id] = path
+        (self.pinned.add if pinned else self.pinned.discard)(adapter_id)
+
+    def unload_adapter(self, adapter_id: int) -> "asyncio.Future[AdapterUnloaded]":
         assert not any(r.adapter_id == adapter_id for r in self.running.values())
-        del self.adapters[adapter_id]
+        del self.adapters[adapter_id], self.paths[adapter_id]
+        self.pinned.discard(adapter_id)
+        future: asyncio.Future[AdapterUnloaded] = asyncio.get_running_loop().create_future()
+        future.set_result(AdapterUnloaded(adapter_id, 1024, 2, 3))
+        return future
 
     async def shutdown(self) -> None:
         self._dead = self._dead or "shut down"

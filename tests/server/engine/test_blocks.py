@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lorakeet.server.engine.blocks import BASE_ROOT, BlockManager, HashChain
+from lorakeet.server.engine.blocks import BASE_CONTENT, BASE_ROOT, BlockManager, Content, HashChain
 from lorakeet.server.engine.step import BlockId
 
 SIZE = 4
@@ -18,7 +18,7 @@ ROOT_B = hashlib.sha256(b"b").digest()
 
 def compute(manager: BlockManager, tokens: list[int], root: bytes = BASE_ROOT) -> list[BlockId]:
     """What a sequence does: find its prefix, allocate the rest, compute, publish."""
-    chain = HashChain(root, SIZE)
+    chain = HashChain(Content(root, (root,)), SIZE)
     found = manager.lookup(chain, tokens)
     manager.share(found)
     blocks = found + list(manager.allocate(manager.blocks_for(len(tokens)) - len(found)))
@@ -27,7 +27,7 @@ def compute(manager: BlockManager, tokens: list[int], root: bytes = BASE_ROOT) -
 
 
 def find(manager: BlockManager, tokens: list[int], root: bytes = BASE_ROOT) -> list[BlockId]:
-    return manager.lookup(HashChain(root, SIZE), tokens)
+    return manager.lookup(HashChain(Content(root, (root,)), SIZE), tokens)
 
 
 def test_a_prefix_is_found_while_held_and_after() -> None:
@@ -68,7 +68,7 @@ def test_blocks_of_another_root_are_never_found() -> None:
 
 def test_a_root_is_a_whole_digest() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
-        HashChain(ROOT_A[:16], SIZE)
+        HashChain(Content(ROOT_A[:16], (ROOT_A[:16],)), SIZE)
 
 
 def test_tokens_that_python_hashes_alike_are_different() -> None:
@@ -132,7 +132,7 @@ def test_forget_drops_one_root_only_and_spares_holders() -> None:
 def test_two_copies_of_one_content_keep_their_own_blocks() -> None:
     manager = BlockManager(8, SIZE)
     tokens = list(range(5))
-    chains = [HashChain(BASE_ROOT, SIZE) for _ in range(2)]
+    chains = [HashChain(BASE_CONTENT, SIZE) for _ in range(2)]
     tables = [manager.allocate(2) for _ in range(2)]
     for chain, table in zip(chains, tables, strict=True):
         manager.publish(chain, tokens, table, 0, 1)
@@ -177,7 +177,7 @@ class BlockMachine(RuleBasedStateMachine):
         complete=st.booleans(),
     )
     def compute(self, tokens: list[int], root: bytes, complete: bool) -> None:
-        chain = HashChain(root, 2)
+        chain = HashChain(Content(root, (root,)), 2)
         found = self.manager.lookup(chain, tokens)
         assert len(found) * 2 < len(tokens)
         for index, block in enumerate(found):
@@ -211,7 +211,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.manager.forget(root)
         for owner, tokens in list(self.content.values()):
             if owner == root:
-                assert self.manager.lookup(HashChain(root, 2), [*tokens, 0]) == []
+                assert self.manager.lookup(HashChain(Content(root, (root,)), 2), [*tokens, 0]) == []
 
     @invariant()
     def books_balance(self) -> None:

@@ -149,8 +149,8 @@ def test_bad_adapters_fail_alone(model: Path, adapter: Path, tmp_path: Path) -> 
                 AdapterError,
             ]
             assert not isinstance(good, BaseException)
-            await engine.unload_adapter(2)  # failed: nothing is there to unload
-            await engine.unload_adapter(77)
+            engine.unload_adapter(2)  # failed: nothing is there to unload
+            engine.unload_adapter(77)
             result = await collect(engine, request("good", 1))
             assert result.token_ids == peft_greedy(model, adapter, PROMPT, 6)
             await until(lambda: [s.adapter_id for s in engine.stats.adapters] == [1])
@@ -194,7 +194,7 @@ def test_an_adapter_can_be_unloaded_while_it_is_read(
         async with engine_of(model) as engine:
             load = asyncio.create_task(engine.load_adapter(1, str(adapter)))
             await asyncio.sleep(0)
-            await engine.unload_adapter(1)
+            engine.unload_adapter(1)
             with pytest.raises(AdapterError, match="unloaded while it was read"):
                 await load
             cancelled = asyncio.create_task(engine.load_adapter(2, str(adapter)))
@@ -215,7 +215,7 @@ def test_unload_waits_for_the_last_request(model: Path, adapter: Path) -> None:
             await engine.load_adapter(1, str(adapter))
             async with aclosing(engine.generate(request("old", 1, max_tokens=LONG))) as outputs:
                 await anext(outputs)
-                await engine.unload_adapter(1)
+                engine.unload_adapter(1)
                 late = await collect(engine, request("late", 1))
                 assert late.finish_reason == "error"
                 assert engine.stats.adapters == [] or engine.stats.adapters[0].adapter_id == 1
@@ -234,7 +234,7 @@ def test_slots_are_free_after_many_loads_and_unloads(model: Path, adapter: Path)
                 await engine.load_adapter(adapter_id, str(adapter))
                 result = await collect(engine, request(str(adapter_id), adapter_id))
                 assert result.token_ids == peft_greedy(model, adapter, PROMPT, 6)
-                await engine.unload_adapter(adapter_id)
+                engine.unload_adapter(adapter_id)
             await until(lambda: engine.stats.adapters == [])
             await quiet(engine)
             assert engine.stats.lora_rows_used == 0

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from lorakeet.lora.adapter import Slot
-from lorakeet.server.engine.blocks import BASE_ROOT, HashChain
+from lorakeet.lora.adapter import AdapterId, Slot
+from lorakeet.server.engine.blocks import BASE_CONTENT, HashChain
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
 from lorakeet.server.engine.request import Sequence
@@ -18,7 +18,8 @@ def test_the_time_in_the_queue_is_that_before_the_first_start(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     request = AddRequest("r", [1, 2], SamplingParams(max_tokens=3))
-    sequence = Sequence(SequenceId(0), request, HashChain(BASE_ROOT, 4), max_model_len=9)
+    chain = HashChain(BASE_CONTENT, 4)
+    sequence = Sequence(SequenceId(0), request, chain, max_model_len=9, adapter_id=AdapterId(0))
     plan = StepPlan(budget=8)
     now = 102.5
     plan.start(sequence, Slot(0))

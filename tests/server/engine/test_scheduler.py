@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.lora.slots import PoolError
-from lorakeet.server.engine.adapters import UnknownAdapterError
+from lorakeet.lora.slots import PoolError, Room
+from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
@@ -34,6 +34,10 @@ CONFIG = SchedulerConfig(
     adapter_quantum=10.0,
 )
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def unloaded_ids(engine: ToyEngine) -> list[AdapterId]:
+    return [unloaded.adapter_id for unloaded in engine.scheduler.take_unloaded()]
 
 
 def replace_sampling(sampling: SamplingParams, **values: Any) -> SamplingParams:
@@ -249,10 +253,10 @@ def test_cache_of_an_unloaded_adapter_is_forgotten_unless_a_twin_lives() -> None
     engine.add("r", prompt_of(21, 3), a)
     engine.run()
     engine.scheduler.remove_adapter(a)
-    assert engine.scheduler.take_unloaded() == [a]
+    assert unloaded_ids(engine) == [a]
     assert engine.scheduler.blocks.num_cached_blocks > 0
     engine.scheduler.remove_adapter(twin)
-    assert engine.scheduler.take_unloaded() == [twin]
+    assert unloaded_ids(engine) == [twin]
     assert engine.scheduler.blocks.num_cached_blocks == 0
     finish(engine)
 
@@ -506,7 +510,7 @@ def test_more_load_and_unload_cycles_than_slots() -> None:
         engine.step()
     assert engine.runner.host == {}
     engine.check_idle()
-    assert engine.scheduler.slots.available == (2, 8)
+    assert engine.scheduler.slots.available == Room(2, 8)
     assert engine.scheduler.stats().adapters == []
 
 
@@ -619,7 +623,7 @@ def test_abort_while_the_slot_is_loading() -> None:
     engine.abort(["a"])
     assert engine.scheduler.has_work
     finish(engine)
-    assert engine.scheduler.slots.available == (2, 8)
+    assert engine.scheduler.slots.available == Room(2, 8)
 
 
 # --- two steps in flight ---
@@ -801,8 +805,8 @@ def test_random_workloads_reach_the_hard_cases() -> None:
 def test_a_wrong_prefix_hit_would_show() -> None:
     """The toy engine can see what it is there for: with one root for all, tokens are wrong."""
     engine, (a,) = engine_with(5)
-    entries = engine.scheduler.adapters._entries
-    entries[a].root = entries[AdapterId(0)].root
+    entries = engine.scheduler.adapters.entries
+    entries[a].content = entries[AdapterId(0)].content
     engine.add("base", prompt_of(20))
     engine.run()
     engine.add("a", prompt_of(20), a)

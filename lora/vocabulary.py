@@ -1,0 +1,112 @@
+"""Rows of the embedding and the output head that adapters have in place of the base's.
+
+They lie beside the pool's rank rows, each slot's in tensors of its own. A pass in which no row's
+adapter has any does no work here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from lorakeet.lora.adapter import Slot, TokenRows, Vocabulary
+
+
+@dataclass(frozen=True)
+class VocabularyRun:
+    """The rows of a pass whose adapter is the same, and has a vocabulary of its own."""
+
+    rows: Tensor  # (N,) int64
+    vocabulary: Vocabulary  # on the pass's device
+
+
+@dataclass(frozen=True)
+class VocabularyBatch:
+    """The rows of one pass whose adapters have a vocabulary of their own."""
+
+    runs: tuple[VocabularyRun, ...]
+
+    def embed(self, y: Tensor, token_ids: Tensor) -> None:
+        """Overwrite rows of y (T, hidden), the embeddings of `token_ids` (T,)."""
+        for run in self.runs:
+            own = run.vocabulary.embed_tokens
+            if own is None:
+                continue
+            ids = token_ids[run.rows]
+            places = torch.searchsorted(own.ids, ids).clamp_(max=len(own.ids) - 1)
+            is_own = (own.ids[places] == ids)[:, None]
+            y.index_copy_(0, run.rows, torch.where(is_own, own.rows[places], y[run.rows]))
+
+    def score(self, logits: Tensor, hidden: Tensor) -> Tensor:
+        """Logits (L, vocab) → (L, columns of the largest vocabulary): each row has its own.
+
+        -inf where a row's adapter, or the base, has no such token. `hidden`: (L, hidden).
+        """
+        columns = max(run.vocabulary.size for run in self.runs)
+        missing = max(0, columns - logits.shape[1])
+        logits = pad(logits, (0, missing), value=-torch.inf)
+        for run in self.runs:
+            own = run.vocabulary.lm_head
+            if own is not None:
+                scores = linear(hidden[run.rows], own.rows)
+                logits[run.rows[:, None], own.ids] = scores
+            logits[run.rows, run.vocabulary.size :] = -torch.inf
+        return logits
+
+
+class VocabularyStore:
+    """The vocabularies by slot. Called as the pool is: changes on its copy stream, in order."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._by_slot: dict[int, Vocabulary] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all of them."""
+        return sum(vocabulary.num_bytes for vocabulary in self._by_slot.values())
+
+    def write(self, slot: Slot, vocabulary: Vocabulary | None) -> None:
+        """Start to copy an adapter's vocabulary, if it has one, into an empty slot."""
+        assert slot not in self._by_slot
+        if vocabulary is not None:
+            self._by_slot[slot] = _map(vocabulary, self._to_device)
+
+    def clear(self, slot: Slot) -> None:
+        self._by_slot.pop(slot, None)
+
+    def for_embedding(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
+        """For the token rows of a pass, in `slots` (T,); None when all embeddings are the base's.
+
+        A pass that has one reads it eagerly: its launches depend on the mix of adapters.
+        """
+        own = [slot for slot, one in self._by_slot.items() if one.embed_tokens is not None]
+        return self._batch(slots, own)
+
+    def for_head(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
+        """For rows whose logits are wanted; None when all have just the base's tokens."""
+        return self._batch(slots, list(self._by_slot))
+
+    def _batch(self, slots: NDArray[np.int32], own: list[int]) -> VocabularyBatch | None:
+        runs = []
+        for slot in own:
+            rows = np.flatnonzero(slots == slot)
+            if rows.size:
+                run_rows = torch.from_numpy(rows).to(self._device)
+                runs.append(VocabularyRun(run_rows, self._by_slot[slot]))
+        return VocabularyBatch(tuple(runs)) if runs else None
+
+    def _to_device(self, part: TokenRows) -> TokenRows:
+        ids = part.ids.to(self._device, non_blocking=True)
+        rows = part.rows.to(self._device, self._dtype, non_blocking=True)
+        return TokenRows(ids, rows)
+
+
+def _map(vocabulary: Vocabulary, change: Callable[[TokenRows], TokenRows]) -> Vocabulary:
+    parts = (vocabulary.embed_tokens, vocabulary.lm_head)
+    return Vocabulary(vocabulary.size, *(part and change(part) for part in parts))

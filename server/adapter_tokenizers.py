@@ -1,0 +1,121 @@
+"""Tokenizers of adapter folders: the model's own where they are the same, shared where they agree.
+
+A folder may come from anybody. Fine-tuning adds tokens; what cuts a text into words stays as it is
+in the model's tokenizer. So only such parts are taken as are the model's, or can neither take long
+nor make a text much longer.
+"""
+
+import hashlib
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
+
+from lorakeet.server.text_config import TextConfigError, read_file
+from lorakeet.server.tokens import TOKENIZER_NAME, Tokenizer, TokenizerError
+
+MAX_FILE_BYTES = 64 * 2**20  # twice as large as the largest that are in use
+_PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
+_HARMLESS = frozenset(
+    "Sequence ByteLevel ByteFallback Fuse Metaspace Strip Prepend Replace Digits Whitespace"
+    " WhitespaceSplit Punctuation BPEDecoder WordPiece BertNormalizer BertPreTokenizer Lowercase"
+    " NFC NFD NFKC NFKD StripAccents UnicodeScripts".split()
+)
+_MAX_PREPENDED = 8  # characters
+
+
+class AdapterTokenizers:
+    """Loads them; thread-safe. One is forgotten with the last profile that uses it."""
+
+    def __init__(self, base: Tokenizer, base_folder: Path) -> None:
+        self._base = base
+        self._base_folder = base_folder
+        self._base_config: dict[str, Any] | None = None  # read when it is needed first
+        self._base_digest: bytes | None = None
+        self._lock = Lock()
+        self._by_digest: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
+
+    def load(self, folder: Path) -> Tokenizer:
+        """The tokenizer in the folder; the model's when it has none.
+
+        Raises TextConfigError for one that cannot be used.
+        """
+        data = read_file(folder, TOKENIZER_NAME, MAX_FILE_BYTES)
+        if data is None:
+            return self._base
+        config = _parse(data)
+        with self._lock:  # one at a time: each may take a second and hundreds of megabytes
+            self._read_base()
+            digest = _digest(config)
+            if digest == self._base_digest:
+                return self._base
+            tokenizer = self._by_digest.get(digest)
+            if tokenizer is None:
+                assert self._base_config is not None
+                _check_pipeline(config, self._base_config)
+                tokenizer = self._by_digest[digest] = _load(data)
+            return tokenizer
+
+    def _read_base(self) -> None:
+        if self._base_config is not None:
+            return
+        data = read_file(self._base_folder, TOKENIZER_NAME, MAX_FILE_BYTES)
+        config = _parse(data or self._base.to_json())
+        self._base_digest = _digest(config)
+        self._base_config = {part: config.get(part) for part in _PIPELINE}
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        config = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        raise TextConfigError(f"{TOKENIZER_NAME} is no JSON") from None
+    if not isinstance(config, dict):
+        raise TextConfigError(f"{TOKENIZER_NAME} must hold an object")
+    return config
+
+
+def _digest(config: dict[str, Any]) -> bytes:
+    """Of all that counts: how a trainer cut and padded its batches does not."""
+    counts = {key: value for key, value in config.items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(orjson.dumps(counts, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+def _load(data: bytes) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_json(data)
+        tokenizer.decode(tokenizer.encode("A text, with 1 number.\n"))  # some fail only in use
+    except TokenizerError as error:
+        raise TextConfigError(f"{TOKENIZER_NAME} cannot be used: {error}") from None
+    return tokenizer
+
+
+def _check_pipeline(config: dict[str, Any], base: dict[str, Any]) -> None:
+    for name in _PIPELINE:
+        part = config.get(name)
+        if part is not None and part != base[name] and not _is_harmless(part):
+            raise TextConfigError(
+                f"{TOKENIZER_NAME}: its {name} is not the model's, and not a simple one"
+            )
+
+
+def _is_harmless(part: object) -> bool:
+    """It takes time that grows with the text, and makes it longer by a few characters at most."""
+    if not isinstance(part, dict) or part.get("type") not in _HARMLESS:
+        return False
+    inner = [
+        one
+        for key in ("normalizers", "pretokenizers", "decoders")
+        if isinstance(part.get(key), list)
+        for one in part[key]
+    ]
+    if part["type"] == "Prepend" and len(str(part.get("prepend"))) > _MAX_PREPENDED:
+        return False
+    if part["type"] == "Replace":
+        pattern = part.get("pattern")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        if not isinstance(text, str) or len(str(part.get("content"))) > len(text):
+            return False
+    return len(inner) <= 16 and all(_is_harmless(one) for one in inner)

@@ -1,0 +1,52 @@
+"""Files that must survive a crash whole, and folders that belong to one server at a time."""
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from filelock import FileLock, Timeout
+
+
+class FolderError(Exception):
+    """A folder of the server's own cannot be used; the message names it."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """After a crash at any moment the file holds either its old content or `data`."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("wb") as file:
+        file.write(data)
+        sync_file(file)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Make what was written durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in it durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def take_folder(folder: Path) -> FileLock:
+    """Make the folder if need be, and hold it until the lock is released or the process ends.
+
+    Raises FolderError when another server holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", thread_local=False)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FolderError(f"{folder} is in use by another server") from None
+    except OSError as error:
+        raise FolderError(f"{folder} cannot be used: {error.strerror}") from None
+    return lock

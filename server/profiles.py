@@ -1,0 +1,50 @@
+"""How requests of the base model or of an adapter are read and written.
+
+One rule: what an adapter's folder holds wins over its model's, a field of a request wins over both.
+Only EOS tokens add up. A profile belongs to one version of one adapter and is gone with it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.text_config import TextConfig, read_text_config
+from lorakeet.server.tokens import Tokenizer
+
+
+@dataclass(frozen=True)
+class Profile:
+    text: TextConfig
+    tokenizer: Tokenizer
+    vocab_size: int  # token ids of its requests and answers are below this
+    eos_token_ids: tuple[int, ...]  # tokens that end a sequence
+
+
+def base_profile(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> Profile:
+    return Profile(text, tokenizer, vocab_size, _eos(text, tokenizer, vocab_size))
+
+
+@dataclass(frozen=True)
+class FolderProfile:
+    """What an adapter's folder says, before the engine has read its weights."""
+
+    text: TextConfig
+    tokenizer: Tokenizer
+
+    def over(self, base: Profile, vocab_size: int | None) -> Profile:
+        """The adapter's profile. `vocab_size`: None, it has the model's."""
+        size = base.vocab_size if vocab_size is None else vocab_size
+        own_eos = _eos(self.text, self.tokenizer, size)
+        eos = [*(token_id for token_id in base.eos_token_ids if token_id < size), *own_eos]
+        return Profile(self.text.over(base.text), self.tokenizer, size, tuple(dict.fromkeys(eos)))
+
+
+def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:
+    """Raises TextConfigError for a file that is there and cannot be used."""
+    return FolderProfile(read_text_config(folder), tokenizers.load(folder))
+
+
+def _eos(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    named = tokenizer.token_id(text.special_tokens.get("eos_token", ""))
+    ids = text.eos_token_ids if named is None else (*text.eos_token_ids, named)
+    return tuple(token_id for token_id in dict.fromkeys(ids) if 0 <= token_id < vocab_size)

@@ -1,0 +1,236 @@
+"""Uploads of adapters: multipart bodies, written to a folder of the server's own as they come.
+
+    .upload-ID/   while it is being received; nothing is ever loaded from there
+    upload-ID/    whole and durable; removed when nothing uses it any more
+
+What a crash leaves behind is removed at the next start.
+"""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from fastapi import Request
+from filelock import BaseFileLock
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from lorakeet.server.errors import BadRequestError, BodyTooLargeError, ForbiddenError
+from lorakeet.server.files import sync_file, sync_folder, take_folder
+
+FILES = frozenset(
+    "adapter_config.json adapter_model.safetensors tokenizer.json tokenizer_config.json"
+    " special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model"
+    " chat_template.jinja generation_config.json README.md".split()
+)
+REQUIRED = ("adapter_config.json", "adapter_model.safetensors")
+FIELDS = frozenset(("name", "lora_name", "load_inplace", "pinned"))
+MAX_FIELD_BYTES = 1024
+_FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
+_BLOCK = 2**20  # bytes that are handed to a thread at a time
+_OVERHEAD = 2**16  # bytes of a body that are not files
+
+
+@dataclass
+class Upload:
+    """What a body held: its fields, and a folder with its files."""
+
+    folder: Path
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+class Uploads:
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        """None: nothing may be uploaded. `limit`: bytes of all files of one upload."""
+        self._folder = None if folder is None else Path(folder).resolve()
+        self._limit = limit
+        self._lock: BaseFileLock | None = None
+        self._removals: set[asyncio.Task[None]] = set()
+
+    def open(self, used: Collection[Path]) -> None:
+        """Hold the folder, and remove what is none of `used`. Waits for the disk; FolderError."""
+        if self._folder is None:
+            return
+        self._lock = take_folder(self._folder)
+        for folder in self._folder.iterdir():
+            if _FOLDER.fullmatch(folder.name) and folder not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        if self._removals:
+            await asyncio.wait(self._removals)
+        if self._lock is not None:
+            self._lock.release()
+
+    @contextlib.asynccontextmanager
+    async def receive(self, request: Request) -> AsyncIterator[Upload]:
+        """Write the body's files to a folder, which is then durable, and removed by `discard`.
+
+        Raises ForbiddenError when uploads are off, BodyTooLargeError, BadRequestError; a failure,
+        a client that goes, or a crash leaves nothing behind that could be loaded.
+        """
+        if self._folder is None:
+            message = "Uploads are off: start the server with --adapter-upload-dir"
+            raise ForbiddenError(message, code="uploads_disabled")
+        self._check_length(request.headers.get("content-length"))
+        number = uuid.uuid4().hex
+        temporary, final = self._folder / f".upload-{number}", self._folder / f"upload-{number}"
+        receiver = _Receiver(temporary, _boundary(request), self._limit)
+        try:
+            await _receive(request, receiver)
+            await asyncio.to_thread(_finish, receiver, final)
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(receiver.abandon))
+            raise
+        yield Upload(final, receiver.fields)
+
+    def discard(self, folder: Path) -> None:
+        """Remove a folder of an upload, in the background; any other is left alone."""
+        if folder.parent == self._folder and _FOLDER.fullmatch(folder.name):
+            task = asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, True))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
+
+    def owns(self, folder: Path) -> bool:
+        return folder.parent == self._folder
+
+    def _check_length(self, header: str | None) -> None:
+        if header is not None and header.isdecimal() and int(header) > self._limit + _OVERHEAD:
+            raise _too_large(self._limit)
+
+
+async def _receive(request: Request, receiver: "_Receiver") -> None:
+    block = bytearray()
+    async for chunk in request.stream():
+        block += chunk
+        if len(block) >= _BLOCK:
+            await asyncio.to_thread(receiver.feed, bytes(block))
+            block.clear()
+    await asyncio.to_thread(receiver.feed, bytes(block))
+
+
+def _finish(receiver: "_Receiver", final: Path) -> None:
+    receiver.finish()
+    receiver.folder.rename(final)
+    sync_folder(final.parent)
+
+
+def _boundary(request: Request) -> bytes:
+    _, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary", b"")
+    if not 0 < len(boundary) <= 256:
+        raise BadRequestError("The multipart body has no boundary")
+    return boundary
+
+
+def _too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The upload is larger than {limit} bytes (--adapter-upload-limit)")
+
+
+class _Receiver:
+    """Takes a multipart body in pieces: files go to the folder, fields are kept. No event loop."""
+
+    def __init__(self, folder: Path, boundary: bytes, limit: int) -> None:
+        self.folder = folder
+        self.fields: dict[str, str] = {}
+        self._limit = limit
+        self._num_bytes = 0
+        self._is_complete = False
+        self._headers: dict[bytes, bytes] = {}
+        self._header = (bytearray(), bytearray())  # name and value of the present one
+        self._file: BinaryIO | None = None
+        self._field: tuple[str, bytearray] | None = None
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._headers.clear,
+                "on_header_field": lambda data, i, j: self._header[0].extend(data[i:j]),
+                "on_header_value": lambda data, i, j: self._header[1].extend(data[i:j]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_part,
+                "on_part_data": self._add,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, data: bytes) -> None:
+        """Raises BadRequestError, BodyTooLargeError, and OSError when the disk is full."""
+        self.folder.mkdir(exist_ok=True)
+        try:
+            self._parser.write(data)
+        except MultipartParseError as error:
+            raise BadRequestError(f"The multipart body is damaged: {error}") from None
+
+    def finish(self) -> None:
+        """All has come: check it, and make it durable."""
+        if not self._is_complete:
+            raise BadRequestError("The multipart body ends too early")
+        for name in REQUIRED:
+            if not (self.folder / name).is_file():
+                raise BadRequestError(f"The file {name} is missing", param=name)
+        sync_folder(self.folder)
+
+    def abandon(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        self._headers[bytes(name).lower()] = bytes(value)
+        name.clear()
+        value.clear()
+        if sum(map(len, self._headers.values())) > MAX_FIELD_BYTES:
+            raise BadRequestError("The multipart body is damaged: a part has too many headers")
+
+    def _begin_part(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        if b"filename" in options:
+            self._file = self._open(options[b"filename"].decode("utf-8", "replace"), name)
+        elif name in FIELDS and name not in self.fields:
+            self._field = (name, bytearray())
+        else:
+            raise BadRequestError(f"Unknown or repeated field: {name[:100]}", param=name[:100])
+
+    def _open(self, filename: str, field_name: str) -> BinaryIO:
+        """By the file's own name, or else that of its field."""
+        name = next((one for one in (filename, field_name) if one in FILES), None)
+        if name is None:
+            message = f"{filename[:100]!r} is no file of an adapter; allowed: {sorted(FILES)}"
+            raise BadRequestError(message, param="filename", code="file_not_allowed")
+        try:
+            return (self.folder / name).open("xb")
+        except FileExistsError:
+            raise BadRequestError(f"The file {name} was sent twice", param=name) from None
+
+    def _add(self, data: bytes, start: int, end: int) -> None:
+        if self._file is not None:
+            self._num_bytes += end - start
+            if self._num_bytes > self._limit:
+                raise _too_large(self._limit)
+            self._file.write(memoryview(data)[start:end])
+        elif self._field is not None:
+            self._field[1].extend(data[start:end])
+            if len(self._field[1]) > MAX_FIELD_BYTES:
+                raise BadRequestError(f"{self._field[0]} is too long", param=self._field[0])
+
+    def _end_part(self) -> None:
+        if self._file is not None:
+            sync_file(self._file)
+            self._file.close()
+            self._file = None
+        elif self._field is not None:
+            name, value = self._field
+            self.fields[name] = value.decode("utf-8", "replace")
+            self._field = None
+
+    def _end(self) -> None:
+        self._is_complete = True

@@ -1,0 +1,250 @@
+"""What outlives the server: registered adapters, names taken away, aliases, uploads."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lorakeet.server.adapter_state import FILE_NAME, Registration, State, StateFile
+from lorakeet.server.files import FolderError, write_atomically
+from support.toy_server import ToyServer, adapter_folder, toy_server
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def kept(tmp_path: Path, root: Path) -> dict[str, Any]:
+    """Settings of a server that keeps its state."""
+    return {
+        "adapter_dirs": (root,),
+        "state_dir": tmp_path / "state",
+        "adapter_upload_dir": tmp_path / "uploads",
+    }
+
+
+def load(toy: ToyServer, name: str, path: Path, **extra: Any) -> httpx.Response:
+    return toy.http.post(LOAD, json={"lora_name": name, "lora_path": str(path), **extra})
+
+
+def ask(toy: ToyServer, model: str) -> httpx.Response:
+    return toy.http.post("/v1/completions", json={"model": model, "prompt": [40], "max_tokens": 1})
+
+
+def shift(toy: ToyServer, model: str) -> int:
+    response = ask(toy, model)
+    assert response.status_code == 200, response.text
+    text = response.json()["choices"][0]["text"]
+    return toy.server.tokenizer.encode(text, add_special_tokens=False)[0] - 40
+
+
+def listed(toy: ToyServer) -> dict[str, dict[str, Any]]:
+    return {one["id"]: one for one in toy.http.get("/v1/adapters").json()["data"]}
+
+
+def test_names_survive_and_are_loaded_at_their_first_request(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    deep = root / "deep"
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(deep / "x", 3), pinned=True)
+        load(toy, "org/y", adapter_folder(deep / "y", 5))
+        load(toy, "gone", adapter_folder(deep / "gone", 7))
+        adapter_folder(root / "hidden", 8)
+        for name in ("gone", "hidden"):
+            assert toy.http.post(UNLOAD, json={"lora_name": name}).status_code == 200
+        toy.http.post("/v1/aliases", json={"alias": "prod", "targets": [{"adapter": "x"}]})
+        before = listed(toy)
+    with toy_server(toy_model, **kept) as toy:
+        num_reads = toy.engine.num_reads
+        after = listed(toy)
+        assert after.keys() == before.keys() == {"x", "org/y"}
+        for name, entry in after.items():
+            assert (entry["tier"], entry["state"]) == ("disk", "unloaded")
+            for field in ("path", "digest", "pinned"):
+                assert entry[field] == before[name][field]
+        assert (shift(toy, "prod"), shift(toy, "org/y")) == (3, 5)
+        assert (num_reads, toy.engine.num_reads) == (0, 2)
+        assert len(toy.engine.pinned) == 1
+        assert ask(toy, "hidden").status_code == 404
+        assert toy.http.post(UNLOAD, json={"lora_name": "org/y"}).status_code == 200
+        assert load(toy, "hidden", root / "hidden").status_code == 200
+    with toy_server(toy_model, **kept) as toy:
+        assert listed(toy).keys() == {"x", "hidden"}
+        assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 409
+        assert toy.http.delete("/v1/aliases/prod").status_code == 200
+        assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+        assert ask(toy, "x").status_code == 404
+    with toy_server(toy_model, **kept) as toy:
+        assert listed(toy).keys() == {"hidden"}
+
+
+def test_other_content_under_a_registered_path_is_not_served(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    folder = root / "deep" / "x"
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(folder, 3))
+    adapter_folder(folder, 4)
+    with toy_server(toy_model, **kept) as toy:
+        response = ask(toy, "x")
+        assert response.status_code == 400
+        assert "have changed" in response.json()["error"]["message"]
+        entry = listed(toy)["x"]
+        assert entry["state"] == "failed"
+        assert "have changed" in entry["error"]
+        assert load(toy, "x", folder).status_code == 400  # registered: the name is taken
+        swapped = load(toy, "x", folder, load_inplace=True)
+        assert (swapped.status_code, swapped.json()["changed"]) == (200, True)
+        assert shift(toy, "x") == 4
+        assert listed(toy)["x"]["error"] is None
+
+
+def test_the_same_content_again_is_no_change(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    folder = adapter_folder(root / "deep" / "x", 3)
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
+    with toy_server(toy_model, **kept) as toy:
+        assert load(toy, "x", folder, load_inplace=True).json()["changed"] is False
+
+
+def test_a_missing_folder_is_a_warning(
+    toy_model: Path, root: Path, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = root / "deep" / "x"
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(folder, 3))
+        load(toy, "y", adapter_folder(root / "deep" / "y", 5))
+    away = folder.rename(root / "away")
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "y") == 5
+        response = ask(toy, "x")
+        assert response.status_code == 404
+        assert listed(toy)["x"]["state"] == "failed"
+        away.rename(folder)  # a disk that was not mounted yet
+        assert shift(toy, "x") == 3
+    assert [record.getMessage() for record in caplog.records if "x, reg" in record.getMessage()]
+
+
+def test_roots_that_were_taken_away_are_not_read(
+    toy_model: Path, root: Path, kept: dict[str, Any], tmp_path: Path
+) -> None:
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(root / "deep" / "x", 3))
+    kept["adapter_dirs"] = (tmp_path / "other",)
+    with toy_server(toy_model, **kept) as toy:
+        assert ask(toy, "x").status_code == 403
+        assert not toy.engine.num_reads
+
+
+def test_uploads_survive(toy_model: Path, kept: dict[str, Any]) -> None:
+    def upload(toy: ToyServer, k: int) -> Path:
+        parts = [
+            ("f", ("adapter_config.json", json.dumps({"k": k}).encode())),
+            ("f", ("adapter_model.safetensors", b"w")),
+        ]
+        fields = {"name": "x", "load_inplace": "true"}
+        response = toy.http.post("/v1/adapters", data=fields, files=parts)
+        return Path(response.json()["path"])
+
+    with toy_server(toy_model, **kept) as toy:
+        first, second = upload(toy, 3), upload(toy, 4)
+    store = kept["adapter_upload_dir"]
+    with toy_server(toy_model, **kept) as toy:
+        assert not first.exists()
+        assert shift(toy, "x") == 4
+    with toy_server(toy_model, **kept) as toy:
+        third = upload(toy, 5)
+        assert shift(toy, "x") == 5
+    assert not second.exists()
+    with toy_server(toy_model, **kept) as toy:
+        assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+    assert not third.exists()
+    assert [path.name for path in store.iterdir() if path.is_dir()] == []
+
+
+def test_adapters_of_the_settings_come_first(
+    toy_model: Path, root: Path, kept: dict[str, Any], tmp_path: Path
+) -> None:
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(root / "deep" / "x", 3))
+    given = {"x": adapter_folder(tmp_path / "given", 9)}
+    with toy_server(toy_model, adapters=given, **kept) as toy:
+        assert shift(toy, "x") == 9
+        assert list(listed(toy)) == ["x"]
+
+
+def test_one_server_a_folder(toy_model: Path, kept: dict[str, Any]) -> None:
+    with (
+        toy_server(toy_model, **kept),
+        pytest.raises(FolderError, match="in use"),
+        toy_server(toy_model, **kept),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"adapters": 3}', b'{"hidden": [1]}'])
+def test_a_damaged_file_stops_the_start(
+    toy_model: Path, kept: dict[str, Any], content: bytes
+) -> None:
+    kept["state_dir"].mkdir()
+    (kept["state_dir"] / FILE_NAME).write_bytes(content)
+    with pytest.raises(FolderError, match=FILE_NAME), toy_server(toy_model, **kept):
+        pass
+    assert (kept["state_dir"] / FILE_NAME).read_bytes() == content
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("os.fsync", "pathlib.Path.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, fail)
+            with pytest.raises(OSError, match="No space"):
+                write_atomically(path, b"new")
+        assert path.read_bytes() == b"old"
+
+
+def test_saves_wait_for_a_write_that_holds_their_change(tmp_path: Path) -> None:
+    """Many changes at once take few writes, and each returns after its own is on the disk."""
+    names: list[str] = []
+
+    def state() -> State:
+        return State({name: Registration("/" + name, "d") for name in names})
+
+    async def change(file: StateFile, name: str) -> None:
+        names.append(name)
+        await file.save(state)
+        saved = json.loads((tmp_path / FILE_NAME).read_text())
+        assert name in saved["adapters"]
+
+    async def run() -> int:
+        file = StateFile(tmp_path)
+        assert file.open() == State()
+        await asyncio.gather(*(change(file, f"a{number}") for number in range(50)))
+        assert file._written == 50
+        file.close()
+        other = StateFile(tmp_path)
+        count = len(other.open().adapters)
+        other.close()
+        return count
+
+    assert asyncio.run(run()) == 50

@@ -1,0 +1,226 @@
+"""Uploads over the wire: what is taken, what is refused, and what is left on the disk after all."""
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lorakeet.server.files import FolderError
+from lorakeet.server.uploads import Uploads
+from support.toy_server import ToyServer, adapter_folder, toy_server
+
+LIMIT = 300_000
+ADAPTERS = "/v1/adapters"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "uploads"
+
+
+@pytest.fixture
+def toy(toy_model: Path, store: Path) -> Iterator[ToyServer]:
+    with toy_server(toy_model, adapter_upload_dir=store, adapter_upload_limit=LIMIT) as server:
+        yield server
+    assert set(folders(store)) <= {Path(v.path) for v in server.server.registry.versions()}
+
+
+def folders(store: Path) -> list[Path]:
+    return [path for path in store.iterdir() if path.is_dir()]
+
+
+def settled(store: Path, count: int) -> bool:
+    """Folders are removed in the background."""
+    for _ in range(200):
+        if len(folders(store)) == count:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def files(k: int = 3, weights: bytes = b"w" * 5000, **more: bytes) -> list[tuple[str, Any]]:
+    config = json.dumps({"k": k}).encode()
+    named = {"adapter_config.json": config, "adapter_model.safetensors": weights, **more}
+    return [("files", (name, data)) for name, data in named.items()]
+
+
+def upload(toy: ToyServer, name: str = "x", k: int = 3, **fields: str) -> httpx.Response:
+    return toy.http.post(ADAPTERS, data={"name": name, **fields}, files=files(k))
+
+
+def shift(toy: ToyServer, model: str) -> int:
+    body = {"model": model, "prompt": [40], "max_tokens": 1}
+    response = toy.http.post("/v1/completions", json=body)
+    if response.status_code != 200:
+        return -1
+    text = response.json()["choices"][0]["text"]
+    return toy.server.tokenizer.encode(text, add_special_tokens=False)[0] - 40
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_upload_use_unload(toy: ToyServer, store: Path) -> None:
+    response = upload(toy)
+    assert response.status_code == 200, response.text
+    folder = Path(response.json()["path"])
+    assert folder.parent == store
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"w" * 5000
+    assert response.json()["changed"] is True
+    assert shift(toy, "x") == 3
+    assert toy.http.delete(f"{ADAPTERS}/x").json()["freed_bytes"] == 1024 + 2 * 100 + 3 * 7
+    assert settled(store, 0)
+    assert not toy.engine.adapters
+
+
+def test_a_version_each_step_of_a_training(toy: ToyServer, store: Path) -> None:
+    for k in range(1, 12):
+        response = upload(toy, k=k, load_inplace="true")
+        assert response.status_code == 200
+        assert response.json()["changed"] is True
+        assert shift(toy, "x") == k
+    assert settled(store, 1)
+    assert len(toy.engine.adapters) == 1
+    again = upload(toy, k=11, load_inplace="true").json()
+    assert (again["changed"], again["freed_bytes"]) == (False, 0)
+    assert settled(store, 1)
+    assert Path(again["path"]).is_dir()
+
+
+def test_two_names_of_the_same_upload(toy: ToyServer, store: Path) -> None:
+    """The engine may read from the first folder again: it stays as long as anybody needs it."""
+    first = Path(upload(toy, "x").json()["path"])
+    second = Path(upload(toy, "y").json()["path"])
+    assert len(toy.engine.adapters) == 1
+    toy.http.delete(f"{ADAPTERS}/x")
+    assert shift(toy, "y") == 3
+    (path,) = toy.engine.paths.values()
+    assert Path(path) == second
+    assert first.is_dir()
+    toy.http.delete(f"{ADAPTERS}/y")
+    assert settled(store, 0)
+
+
+def test_a_large_upload_comes_in_pieces(toy: ToyServer, store: Path) -> None:
+    weights = os.urandom(200_000)
+    response = toy.http.post(ADAPTERS, data={"name": "x"}, files=files(3, weights))
+    folder = Path(response.json()["path"])
+    assert (folder / "adapter_model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/etc/passwd", "a/adapter_config.json", "..", "", "x.py", "adapter_model.bin", "a\0b"],
+)
+def test_files_that_are_not_taken(toy: ToyServer, store: Path, name: str) -> None:
+    parts = [*files(), ("files", (name or "x", b"evil"))]
+    response = toy.http.post(ADAPTERS, data={"name": "x"}, files=parts)
+    assert code(response) == (400, "file_not_allowed")
+    assert folders(store) == []
+    assert list(store.parent.iterdir()) == [store]
+    assert shift(toy, "x") == -1
+
+
+def test_bodies_that_are_refused(toy: ToyServer, store: Path) -> None:
+    config, weights = files()
+    cases: list[tuple[dict[str, str], list[Any]]] = [
+        ({"name": "x"}, [config]),
+        ({"name": "x"}, [weights]),
+        ({"name": "x"}, [config, weights, config]),
+        ({}, [config, weights]),
+        ({"name": "a b"}, [config, weights]),
+        ({"name": "base"}, [config, weights]),
+        ({"name": "x" * 2000}, [config, weights]),
+        ({"name": "x", "load_inplace": "maybe"}, [config, weights]),
+        ({"name": "x", "lora_path": "/etc"}, [config, weights]),
+    ]
+    for fields, parts in cases:
+        response = toy.http.post(ADAPTERS, data=fields, files=parts)
+        assert response.status_code == 400, (fields, response.text)
+    bad = [("files", ("adapter_config.json", b'{"bad": "no rank"}')), weights]
+    response = toy.http.post(ADAPTERS, data={"name": "x"}, files=bad)
+    assert code(response) == (400, "invalid_adapter")
+    assert settled(store, 0)
+    assert not toy.engine.adapters
+    assert upload(toy).status_code == 200
+    assert upload(toy).status_code == 400  # there already
+    assert settled(store, 1)
+
+
+@pytest.mark.parametrize("content_type", ["multipart/form-data", "multipart/form-data; boundary="])
+def test_without_a_boundary(toy: ToyServer, store: Path, content_type: str) -> None:
+    headers = {"content-type": content_type}
+    assert toy.http.post(ADAPTERS, content=b"x", headers=headers).status_code == 400
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    for body in (b"", b"x" * 100, b"--b\r\n", b"--b\r\nx\r\n\r\n", b"--b\r\n" + b"a: b\r\n" * 999):
+        response = toy.http.post(ADAPTERS, content=body, headers=headers)
+        assert response.status_code == 400, body
+    assert folders(store) == []
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_too_large(toy: ToyServer, store: Path, is_chunked: bool) -> None:
+    request = toy.http.build_request(
+        "POST", ADAPTERS, data={"name": "x"}, files=files(weights=b"w" * (LIMIT + 1))
+    )
+    body = request.read()
+    content: Any = body
+    if is_chunked:  # its length is not known ahead
+        content = (body[at : at + 9999] for at in range(0, len(body), 9999))
+    headers = {"content-type": request.headers["content-type"]}
+    response = toy.http.post(ADAPTERS, content=content, headers=headers)
+    assert code(response) == (413, "body_too_large")
+    assert folders(store) == []
+
+
+def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
+    for share in (0.1, 0.5, 0.99):
+        request = toy.http.build_request("POST", ADAPTERS, data={"name": "x"}, files=files())
+        content = request.read()
+        head = f"POST {ADAPTERS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+        head += f"content-type: {request.headers['content-type']}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", toy.port)) as connection:
+            connection.sendall(head.encode() + content[: int(share * len(content))])
+        assert settled(store, 0)
+        assert shift(toy, "x") == -1
+
+
+def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert upload(toy).status_code == 500
+    assert settled(store, 0)
+    assert upload(toy).status_code == 200
+
+
+def test_off_unless_there_is_a_folder(toy_model: Path, tmp_path: Path) -> None:
+    with toy_server(toy_model, adapter_dirs=(tmp_path / "root",)) as toy:
+        response = upload(toy)
+        assert code(response) == (403, "uploads_disabled")
+        assert "--adapter-upload-dir" in response.json()["error"]["message"]
+        body = {"lora_name": "x", "lora_path": str(adapter_folder(tmp_path / "root" / "a", 3))}
+        assert toy.http.post(ADAPTERS, json=body).status_code == 200
+
+
+def test_what_a_crash_left_is_removed_and_nothing_else(toy_model: Path, store: Path) -> None:
+    """kill -9 at any moment leaves such folders."""
+    for name in (".upload-" + "a" * 32, "upload-" + "b" * 32, "mine", "upload-short"):
+        adapter_folder(store / name, 3)
+    with toy_server(toy_model, adapter_upload_dir=store) as toy:
+        assert sorted(path.name for path in folders(store)) == ["mine", "upload-short"]
+        assert toy.http.get(ADAPTERS).json()["data"] == []
+        with pytest.raises(FolderError, match="in use by another server"):
+            Uploads(store, LIMIT).open(())
+    Uploads(store, LIMIT).open(())  # it was let go
+    shutil.rmtree(store)
