@@ -22,10 +22,10 @@ import torch
 from shapes import LLAMA_8B
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments, build_segments, most_segments
-from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
+from lorakeet.kernels.rank_rows import SlotRows, list_rank_rows, pack, unpack
+from lorakeet.lora.batch import MIN_ROOM, LoRABatch, LoRAForwardBatch
 from lorakeet.lora.layers import wrap_model
-from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.pool import AdapterPool, table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.lora.triton_backend import TritonBackend
 from lorakeet.models import llama
@@ -55,7 +55,6 @@ PEERS = {
 POINTS = "1:0,1:1,32:0,32:1,32:8,32:32,64:0,64:1,64:8,64:32,64:64,64:mixed,128:0,128:1,128:8,128:32,128:64,256:0,256:1,256:8,256:32,256:64"  # noqa: E501
 MAX_LORAS = 64
 BLOCK_SIZE = 16
-BLOCK = 16  # rows of a segment
 
 
 @dataclass(frozen=True)
@@ -145,27 +144,37 @@ class Bench:
             parameter.requires_grad_(False)
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
         self.specs = [s for s in group_specs(self.config) if s.num_layers > 1]
-        self.pool = AdapterPool(self.specs, MAX_LORAS + 1, 40 * MAX_LORAS, 64, dtype, device)
+        self.pool = AdapterPool(
+            self.specs, MAX_LORAS + 1, 40 * MAX_LORAS, table_width(64), dtype, device
+        )
         for spec in self.specs:
             for index in range(spec.num_layers):
                 weights = self.pool.layer(spec.name, index)
                 weights.a.normal_(0, spec.input_size**-0.5)
                 weights.b.normal_(0, 0.02)
-        wrap_model(self.model, self.pool, TritonBackend())
+        wrap_model(self.model, self.pool, TritonBackend(device))
         vars(llama)["plan_ops"] = TritonOps  # in the interpreter too
 
     def set_ranks(self, ranks: list[int]) -> None:
         """Give the slots from 1 on scattered rows, `ranks[i]` to slot i + 1."""
-        rows = np.random.default_rng(0).permutation(self.pool.num_rows)
-        table = np.zeros(self.pool.row_table.shape, np.int32)
-        for slot, (rank, end) in enumerate(zip(ranks, np.cumsum(ranks), strict=True), start=1):
-            table[slot, :rank] = rows[end - rank : end]
-        self.pool.row_table.copy_(torch.from_numpy(table))
-        for spec in self.specs:
-            for index in range(spec.num_layers):
-                layer_ranks = self.pool.layer(spec.name, index).ranks
-                layer_ranks.zero_()
-                layer_ranks[1 : len(ranks) + 1] = torch.tensor(ranks, dtype=torch.int32)
+        rows = np.random.default_rng(0).permutation(self.pool.num_rows).astype(np.int32)
+        self.listed = {
+            slot: SlotRows(
+                rows[end - rank : end], np.ones(rank, np.float32), np.zeros(rank, np.float32), -1
+            )
+            for slot, (rank, end) in enumerate(zip(ranks, np.cumsum(ranks), strict=True), start=1)
+        }
+
+    def lora(self, slots: np.ndarray) -> LoRABatch | None:
+        """With as much room as any mix of adapters needs, as in a captured graph."""
+        if not slots.any():
+            return None
+        room = max(min(len(slots), MAX_LORAS) * self.pool.table_width, MIN_ROOM)
+        packed = torch.from_numpy(pack(list_rank_rows(slots, self.listed.__getitem__), room))
+        rank_rows = unpack(packed.to(self.device), len(slots), room, self.pool.table_width)
+        arrivals = torch.zeros(self.pool.num_layers, dtype=torch.int32, device=self.device)
+        groups = dict.fromkeys(self.pool.specs, rank_rows)
+        return LoRABatch(torch.from_numpy(slots), groups, arrivals)
 
     def batch(self, size: int, slots: np.ndarray) -> LoRAForwardBatch:
         """One decode of each of `size` sequences, in scattered blocks, padded as for a graph."""
@@ -187,8 +196,6 @@ class Bench:
         def put(values: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)
 
-        segments = build_segments(slots, BLOCK, self.device, base_rows=True)
-        lora = None if segments is None else LoRABatch(pad(segments, size))
         return LoRAForwardBatch(
             token_ids=put(rng.integers(0, self.config.vocab_size, size), torch.int64),
             positions=put(positions, torch.int64),
@@ -199,7 +206,7 @@ class Bench:
             num_decodes=size,
             max_query_len=1,
             max_context_len=self.config.max_position_embeddings,
-            lora=lora,
+            lora=self.lora(slots),
             logits_lora=None,
         )
 
@@ -215,6 +222,8 @@ class Bench:
         batch = self.batch(size, slots.astype(np.int32))
 
         def step() -> Tensor:
+            if batch.lora is not None and batch.lora.arrivals is not None:
+                batch.lora.arrivals.zero_()
             return self.model.compute_logits(self.model(batch), batch).argmax(-1)
 
         with torch.inference_mode():
@@ -235,23 +244,6 @@ class Bench:
         )
         kv = 2 * config.num_hidden_layers * config.kv_size * width * size * self.context
         return (seconds + (kv + lora_bytes) / ceilings.read) * 1e3
-
-
-def pad(segments: Segments, size: int) -> Segments:
-    """As many segments as any mix of adapters needs: what a captured graph holds."""
-    extra = most_segments(size, MAX_LORAS + 1, BLOCK) - len(segments.starts)
-
-    def padded(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (0, extra))
-
-    return Segments(
-        segments.permutation,
-        padded(segments.starts),
-        padded(segments.lengths),
-        padded(segments.weight_indices),
-        padded(segments.scalings),
-        segments.block,
-    )
 
 
 def profile(step: Callable[[], object], out: Path | None) -> None:

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.partial import load_sum, parts_of
 from lorakeet.kernels.token_tiles import (
     TOKENS,
-    Delta,
     add_expanded,
     delta_args,
     read_tile,
@@ -85,9 +85,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
         )
         h_tile += h_slice_stride
         up_weights = tl.load(b_at + size, mask=b_mask, other=0.0)
-        up = add_expanded(
-            up, up_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-        )
+        up = add_expanded(up, up_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R)
     result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
 
@@ -108,12 +106,12 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
             parts.stride,
             parts.row_stride,
             size,
-            PARTS=parts.count,
+            PARTS=parts.num_parts,
             BLOCK_N=_COLUMNS,
             num_warps=4,
         )
         return out
-    assert parts.count == 1
+    assert parts.num_parts == 1
     _expand_silu_mul_kernel[triton.cdiv(len(gate_up), TOKENS), triton.cdiv(size, _DELTA_COLUMNS)](
         gate_up,
         out,

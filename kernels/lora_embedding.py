@@ -57,9 +57,7 @@ def _embedding_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_at, total.to(y.dtype.element_ty), mask=in_row)
 
 
-def embedding_lora(
-    y: Tensor, token_ids: Tensor, a: Tensor, b: Tensor, rank_rows: RankRows
-) -> None:
+def embedding_lora(y: Tensor, token_ids: Tensor, a: Tensor, b: Tensor, rank_rows: RankRows) -> None:
     """Semantics: y[t] = y[t] · (1 + b[magnitudes[t]]) + Σ_j h_j · b[rows[j]], h_j = scales[j] ·
     a[rows[j], token_ids[t]] + offsets[j], for j in the token's own range; in place.
 

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.token_tiles import (
     TOKENS,
-    Delta,
     add_expanded,
     delta_args,
     read_tile,

@@ -37,9 +37,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(normed + token * size + n, result.to(normed.dtype.element_ty), mask=in_row)
 
 
-def add_rms_norm(
-    y: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Semantics: total = residual + y; normed = total / rms(total) · weight.
 
     y: (T, size), or its parts; residual: (T, size), contiguous; weight: (size,). Returns normed and
@@ -59,7 +57,7 @@ def add_rms_norm(
         parts.row_stride,
         parts.size,
         eps,
-        PARTS=parts.count,
+        PARTS=parts.num_parts,
         BLOCK_N=triton.next_power_of_2(parts.size),
         num_warps=4,
     )

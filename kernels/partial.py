@@ -14,17 +14,17 @@ from torch import Tensor
 class Parts(NamedTuple):
     """How the parts of y lie."""
 
+    num_parts: int
     num_rows: int
     size: int
-    count: int
     stride: int  # from part to part
     row_stride: int
 
 
 def parts_of(y: Tensor) -> Parts:
     assert y.stride(-1) == 1
-    count, stride = (y.shape[0], y.stride(0)) if y.dim() == 3 else (1, 0)
-    return Parts(y.shape[-2], y.shape[-1], count, stride, y.stride(-2))
+    num_parts, stride = (y.shape[0], y.stride(0)) if y.dim() == 3 else (1, 0)
+    return Parts(num_parts, y.shape[-2], y.shape[-1], stride, y.stride(-2))
 
 
 @triton.jit

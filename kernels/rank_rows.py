@@ -13,6 +13,8 @@ from torch import Tensor
 
 Ints = NDArray[np.int32]
 
+_ALIGNMENT = 4  # int32; 16 bytes: Triton compiles other code for tensors that start elsewhere
+
 
 @dataclass(frozen=True)
 class SlotRows:
@@ -75,23 +77,51 @@ def list_rank_rows(slots: Ints, rows_of: Callable[[int], SlotRows]) -> RankRowAr
     )
 
 
-def to_device(
-    arrays: RankRowArrays, room: int, width: int, device: torch.device | str
-) -> RankRows:
-    """`room`: rows that the list has room for, if there are fewer; `width`: of `RankRows`."""
+def pack(arrays: RankRowArrays, room: int) -> Ints:
+    """All of it in one int32 buffer, for a single copy; `room`: rows that the list has room for."""
+    num_rows = len(arrays.rows)
+    assert num_rows <= room
+    num_tokens = len(arrays.order)
+    values = np.zeros(packed_size(num_tokens, room), np.int32)
+    by_token, by_row, count = _places(num_tokens, room)
+    fields = (arrays.order, arrays.first, arrays.last, arrays.magnitudes)
+    for start, field in zip(by_token, fields, strict=True):
+        values[start : start + num_tokens] = field
+    by_row_fields = (arrays.rows, arrays.scales.view(np.int32), arrays.offsets.view(np.int32))
+    for start, field in zip(by_row, by_row_fields, strict=True):
+        values[start : start + num_rows] = field
+    values[count] = num_rows
+    return values
 
-    def put(values: NDArray[np.generic], size: int = 0) -> Tensor:
-        padded = np.pad(values, (0, max(size - len(values), 0)))
-        return torch.from_numpy(padded).to(device, non_blocking=True)
 
+def packed_size(num_tokens: int, room: int) -> int:
+    return 4 * _aligned(num_tokens) + 3 * _aligned(room) + _ALIGNMENT
+
+
+def unpack(values: Tensor, num_tokens: int, room: int, width: int) -> RankRows:
+    """The views of a buffer laid out by `pack`; `width`: of `RankRows`."""
+    by_token, by_row, count = _places(num_tokens, room)
+    order, first, last, magnitudes = (values[at : at + num_tokens] for at in by_token)
+    rows, scales, offsets = (values[at : at + room] for at in by_row)
     return RankRows(
-        order=put(arrays.order),
-        first=put(arrays.first),
-        last=put(arrays.last),
-        magnitudes=put(arrays.magnitudes),
-        count=put(np.array([len(arrays.rows)], np.int32)),
-        rows=put(arrays.rows, room),
-        scales=put(arrays.scales, room),
-        offsets=put(arrays.offsets, room),
+        order=order,
+        first=first,
+        last=last,
+        magnitudes=magnitudes,
+        count=values[count : count + 1],
+        rows=rows,
+        scales=scales.view(torch.float32),
+        offsets=offsets.view(torch.float32),
         width=width,
     )
+
+
+def _places(num_tokens: int, room: int) -> tuple[list[int], list[int], int]:
+    """Where the arrays by token start, those by row, and the count."""
+    tokens, rows = _aligned(num_tokens), _aligned(room)
+    first = 4 * tokens
+    return [i * tokens for i in range(4)], [first + i * rows for i in range(3)], first + 3 * rows
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

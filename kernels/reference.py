@@ -27,7 +27,10 @@ def add_lora(
         own = slice(int(rank_rows.first[token]), int(rank_rows.last[token]))
         rows = rank_rows.rows[own].long()
         for part, weights, columns in zip(
-            a, b[rows].split(list(slice_sizes), 1), total[token].split(list(slice_sizes)), strict=True
+            a,
+            torch.split(b[rows], list(slice_sizes), 1),
+            torch.split(total[token], list(slice_sizes)),
+            strict=True,
         ):
             h = part[rows].to(dtype) @ x[token].to(dtype)
             h = h * rank_rows.scales[own] + rank_rows.offsets[own]

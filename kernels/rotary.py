@@ -131,7 +131,7 @@ def rotate_and_write(
         parts.stride,
         parts.row_stride,
         parts.num_rows,
-        PARTS=parts.count,
+        PARTS=parts.num_parts,
         NORM=norms is not None,
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,

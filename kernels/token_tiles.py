@@ -5,7 +5,6 @@ A tile of tokens meets those tiles of rank rows in which any of its tokens own o
 are numbered: what the shrink leaves is one small matrix a pair.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import h_form, precision
 from lorakeet.kernels.rank_rows import RankRows
 
 TOKENS = 64  # of a tile
 ROWS = 32  # rank rows of a tile
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A LoRA delta that is still to be added, by the kernel that reads y next.
-
-    y[t] · (1 + b[magnitudes[t]]) + Σ_j h[t, j] b[rows[j]] over each token's own rows.
-    """
-
-    h: Tensor  # (parts, slices, pairs, TOKENS, ROWS): h is the sum of its parts
-    b: Tensor  # (rows, out), slices side by side
-    rank_rows: RankRows
 
 
 def span(rank_rows: RankRows) -> int:

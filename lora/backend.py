@@ -1,15 +1,15 @@
 """What the wrapped layers ask for: one interface, a way to do it for each kind of device."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.segments import Delta
+from lorakeet.kernels.delta import Delta
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_backend import TorchBackend
+from lorakeet.models.parallel import ParallelLinear
 
 
 class LoRABackend(Protocol):
@@ -19,13 +19,16 @@ class LoRABackend(Protocol):
     whose adapter leaves the layer alone, are not touched: not one bit of them changes.
     """
 
-    def project(
-        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
-    ) -> tuple[Tensor, Delta | None]:
-        """`base()`, the base layer's output for x, and what is still to be added to it.
+    def linear(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> Tensor:
+        """The base layer's output for x with every row's delta: (T, output), or its parts
+        (splits, T, output) in float32, which `models.ops` sums up."""
 
-        None where the delta was added here, as `add_linear` does.
-        """
+    def linear_and_delta(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, Delta | None]:
+        """As `linear`, but a delta may be left to whoever reads the output next."""
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
         """`y[t] += scaling * B (A x[t])`, slice by slice. x: (T, input), y: (T, output)."""
@@ -42,4 +45,4 @@ def make_backend(device: torch.device | str) -> LoRABackend:
         return TorchBackend()
     from lorakeet.lora.triton_backend import TritonBackend  # Triton exists only for Linux
 
-    return TritonBackend()
+    return TritonBackend(device)

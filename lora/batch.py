@@ -1,29 +1,41 @@
 """Which adapter each row of a pass has, in the shape that the backends work from."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lorakeet.kernels.segments import Segments, build_segments
+from lorakeet.kernels.rank_rows import (
+    RankRowArrays,
+    RankRows,
+    SlotRows,
+    list_rank_rows,
+    pack,
+    packed_size,
+    unpack,
+)
+from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
 
-_DECODE_ROWS = 256  # passes up to this size are mostly decode: few rows of each adapter
-DECODE_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
-_PREFILL_BLOCK = 64
+HEAD = "lm_head"
+MIN_ROOM = 256  # rows that a list always has room for: kernels read ahead
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class LoRABatch:
-    """The rows of one pass that have an adapter."""
+    """The adapters of the rows of one pass."""
 
-    segments: Segments
+    slots: Tensor  # (T,) int32, 0 for none
+    rank_rows: Mapping[str, RankRows] = field(default_factory=dict)  # by group; on CUDA only
+    arrivals: Tensor | None = None  # int32, zero, one for each layer of the pool; on CUDA only
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
@@ -45,15 +57,102 @@ class LoRAForwardBatch(ForwardBatch):
 
 
 def build_lora_batch(
-    slots: NDArray[np.int32], device: torch.device | str = "cpu"
+    slots: NDArray[np.int32], pool: AdapterPool, groups: Collection[str]
 ) -> LoRABatch | None:
-    """Group the rows of a pass by adapter. `slots`: (T,) slot of each row, 0 for none.
+    """`slots`: (T,) slot of each row of a pass, 0 for none; `groups`: those that it runs through.
 
-    Returns None when no row has an adapter: the pass then does no LoRA work at all. On CUDA, the
-    small blocks of decode hold all rows, as the fused kernels need.
+    Returns None when no row has an adapter that changes any of them: the pass then does no LoRA
+    work at all.
     """
-    decode = len(slots) <= _DECODE_ROWS
-    block = DECODE_BLOCK if decode else _PREFILL_BLOCK
-    fused = decode and torch.device(device).type == "cuda"
-    segments = build_segments(slots, block, device, base_rows=fused)
-    return None if segments is None else LoRABatch(segments)
+    groups = pool.touched(np.unique(slots).tolist(), groups)
+    if not groups:
+        return None
+    if pool.device.type != "cuda":
+        return LoRABatch(torch.from_numpy(slots))
+    return _upload(slots, list_by_group(slots, pool, groups), pool)
+
+
+def full_lora_batch(
+    slots: NDArray[np.int32], pool: AdapterPool, groups: Collection[str]
+) -> LoRABatch:
+    """As if every slot listed as many rows as it can: the most memory that a pass takes."""
+    if pool.device.type != "cuda":
+        return LoRABatch(torch.from_numpy(slots))
+    width = pool.table_width
+    full = SlotRows(
+        np.zeros(width, np.int32), np.zeros(width, np.float32), np.zeros(width, np.float32), -1
+    )
+    arrays = list_rank_rows(slots, lambda slot: full)
+    return _upload(slots, dict.fromkeys(groups, arrays), pool)
+
+
+def _upload(
+    slots: NDArray[np.int32], lists: Mapping[str, RankRowArrays], pool: AdapterPool
+) -> LoRABatch:
+    """Each list once, with a single copy."""
+    on_device: dict[int, RankRows] = {}
+    for arrays in lists.values():
+        if id(arrays) not in on_device:
+            room = max(len(arrays.rows), MIN_ROOM)
+            packed = torch.from_numpy(pack(arrays, room)).pin_memory()
+            packed = packed.to(pool.device, non_blocking=True)
+            on_device[id(arrays)] = unpack(packed, len(slots), room, pool.table_width)
+    return LoRABatch(
+        torch.from_numpy(slots),
+        {group: on_device[id(arrays)] for group, arrays in lists.items()},
+        torch.zeros(pool.num_layers, dtype=torch.int32, device=pool.device),
+    )
+
+
+def body_groups(pool: AdapterPool) -> list[str]:
+    """The groups that the model's pass runs through; the head has a batch of its own."""
+    return [group for group in pool.specs if group != HEAD]
+
+
+def list_by_group(
+    slots: NDArray[np.int32], pool: AdapterPool, groups: Collection[str]
+) -> dict[str, RankRowArrays]:
+    """The rank rows of a pass for each group. Groups that list the same share one."""
+    distinct = np.unique(slots).tolist()
+    lists: dict[Hashable, RankRowArrays] = {}
+    by_group = {}
+    for group in groups:
+        key = tuple(pool.num_listed(slot, group) for slot in distinct)
+        if key not in lists:
+            lists[key] = list_rank_rows(slots, partial(pool.slot_rows, group))
+        by_group[group] = lists[key]
+    return by_group
+
+
+class StaticRankRows:
+    """Room for the rank rows of any pass of `num_tokens` in one int32 buffer, group by group.
+
+    On the CPU no lists are made: its backend needs the slots alone.
+    """
+
+    def __init__(self, pool: AdapterPool, num_tokens: int) -> None:
+        self._pool = pool
+        self._groups = body_groups(pool) if pool.device.type == "cuda" else []
+        self._num_tokens = num_tokens
+        most_rows = min(num_tokens, pool.num_slots - 1) * pool.table_width
+        self._room = max(most_rows, MIN_ROOM)
+        self._size = packed_size(num_tokens, self._room)
+
+    def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`slots`: (num_tokens,). In front, zeros for the arrivals of every layer."""
+        lists = list_by_group(slots, self._pool, self._groups)
+        packed = [pack(lists[group], self._room) for group in self._groups]
+        return np.concatenate([np.zeros(self._arrivals_size, np.int32), *packed])
+
+    def batch(self, values: Tensor, slots: Tensor) -> LoRABatch:
+        """The views of a buffer that `pack` has filled."""
+        parts = torch.split(values[self._arrivals_size :], self._size)
+        rank_rows = {
+            group: unpack(part, self._num_tokens, self._room, self._pool.table_width)
+            for group, part in zip(self._groups, parts, strict=True)
+        }
+        return LoRABatch(slots, rank_rows, values[: self._pool.num_layers])
+
+    @property
+    def _arrivals_size(self) -> int:
+        return -(-self._pool.num_layers // 4) * 4

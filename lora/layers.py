@@ -3,7 +3,6 @@
 `y = W x + s · B (A x)` (Hu et al., LoRA, 2021; s as PEFT computes it is already in B).
 """
 
-from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.models.batch import ForwardBatch
-from lorakeet.models.parallel import Epilogue, T
+from lorakeet.models.parallel import Epilogue, ParallelLinear
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -31,46 +30,44 @@ class BaseLayerWithLoRA(nn.Module):
         """The base layer's."""
         return cast(Tensor, self.base_layer.weight)
 
+    def _lora_batch(self, batch: ForwardBatch) -> LoRABatch | None:
+        return batch.lora if isinstance(batch, LoRAForwardBatch) else None
+
+
+class LinearWithLoRA(BaseLayerWithLoRA):
+    """y of every row, with the delta of its adapter."""
+
+    base_layer: ParallelLinear
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x: what the base layer takes, one row for each token of the pass."""
-        y: Tensor = self.base_layer(x, batch)
-        lora = self._lora_batch(batch) if isinstance(batch, LoRAForwardBatch) else None
-        if lora is not None:
-            self._add_delta(y, x, lora)
-        return y
-
-    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue[T]) -> T:
-        """As the base layer's; `then` may have to add the delta."""
-        lora = self._lora_batch(batch) if isinstance(batch, LoRAForwardBatch) else None
-        base = partial(self.base_layer, x, batch)
+        """(T, input) → (T, output), or its parts: see `LoRABackend.linear`."""
+        lora = self._lora_batch(batch)
         if lora is None:
-            return then(base(), None)
-        return then(*self.backend.project(base, x, self.lora_weights, lora))
-
-    def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
-        return batch.lora
-
-    def _add_delta(self, y: Tensor, x: Tensor, lora: LoRABatch) -> None:
-        self.backend.add_linear(y, x, self.lora_weights, lora)
+            return self.base_layer(x, batch)  # type: ignore[no-any-return]
+        return self.backend.linear(self.base_layer, x, self.lora_weights, lora)
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     """Its A is looked up by token id, not multiplied."""
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x: (T,) token ids."""
         own = batch.vocabulary if isinstance(batch, LoRAForwardBatch) else None
         if own is None:
-            return super().forward(x, batch)
+            return self._embed(x, batch)
         # added tokens have no row in the base's table, whatever they get here is overwritten
-        y = super().forward(x.clamp(max=len(self.weight) - 1), batch)
+        y = self._embed(x.clamp(max=len(self.weight) - 1), batch)
         own.embed(y, x)
         return y
 
-    def _add_delta(self, y: Tensor, x: Tensor, lora: LoRABatch) -> None:
-        self.backend.add_embedding(y, x, self.lora_weights, lora)
+    def _embed(self, token_ids: Tensor, batch: ForwardBatch) -> Tensor:
+        y: Tensor = self.base_layer(token_ids, batch)
+        if (lora := self._lora_batch(batch)) is not None:
+            self.backend.add_embedding(y, token_ids, self.lora_weights, lora)
+        return y
 
 
-class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+class ColumnParallelLinearWithLoRA(LinearWithLoRA):
     pass
 
 
@@ -81,8 +78,14 @@ class QKVParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
     """Two slices: gate and up."""
 
+    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue) -> Tensor:
+        lora = self._lora_batch(batch)
+        if lora is None:
+            return then(self.base_layer(x, batch), None)
+        return then(*self.backend.linear_and_delta(self.base_layer, x, self.lora_weights, lora))
 
-class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
+
+class RowParallelLinearWithLoRA(LinearWithLoRA):
     pass
 
 
@@ -91,12 +94,14 @@ class ParallelLMHeadWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(L, hidden) → (L, columns): more than the base's when an adapter has added tokens."""
-        logits = super().forward(x, batch)
+        logits: Tensor = self.base_layer(x, batch)
+        if (lora := self._lora_batch(batch)) is not None:
+            self.backend.add_linear(logits, x, self.lora_weights, lora)
         own = batch.logits_vocabulary if isinstance(batch, LoRAForwardBatch) else None
         return logits if own is None else own.score(logits, x)
 
-    def _lora_batch(self, batch: LoRAForwardBatch) -> LoRABatch | None:
-        return batch.logits_lora
+    def _lora_batch(self, batch: ForwardBatch) -> LoRABatch | None:
+        return batch.logits_lora if isinstance(batch, LoRAForwardBatch) else None
 
 
 # group → where its layers are, and what is put around each of them

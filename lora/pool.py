@@ -15,7 +15,7 @@ A pass may use a slot once `PoolWrite.done()` has been true, or after `PoolWrite
 other slots run on beside the copy, since they read other rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lorakeet.kernels.rank_rows import SlotRows
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
 from lorakeet.lora.vocabulary import VocabularyStore
 
@@ -50,6 +51,8 @@ class LayerWeights:
     row_offsets: Tensor  # (num_slots, R) float32
     magnitude_rows: Tensor  # (num_slots,) int32; -1: none
     slice_sizes: tuple[int, ...]
+    group: str
+    number: int  # among all layers of the pool
 
     @cached_property
     def host_ranks(self) -> NDArray[np.int32]:
@@ -109,6 +112,9 @@ class AdapterPool:
         self.row_offsets = self._zeros(num_slots, table_width, dtype=torch.float32)
         self.magnitude_rows = self._zeros(num_slots) - 1
         self.vocabularies = VocabularyStore(dtype, self.device)
+        numbers = np.cumsum([0, *(spec.num_layers for spec in self.specs.values())]).tolist()
+        self._first_numbers = dict(zip(self.specs, numbers, strict=False))
+        self._listed: dict[int, _Listed] = {}  # the tables once more, on the host
         self._copy_stream = _new_stream(self.device)
 
     def layer(self, group: str, index: int) -> LayerWeights:
@@ -122,7 +128,35 @@ class AdapterPool:
             row_offsets=self.row_offsets,
             magnitude_rows=self.magnitude_rows,
             slice_sizes=self.specs[group].slice_sizes,
+            group=group,
+            number=self._first_numbers[group] + index,
         )
+
+    @property
+    def num_layers(self) -> int:
+        """Of all groups."""
+        return sum(spec.num_layers for spec in self.specs.values())
+
+    def touched(self, slots: Sequence[int], groups: Collection[str]) -> list[str]:
+        """Those of the groups that any of the slots changes, in any layer."""
+        return [
+            name
+            for name in groups
+            if name in self.specs and any(self.num_listed(slot, name) for slot in slots)
+        ]
+
+    def num_listed(self, slot: int, group: str) -> int:
+        """How many rows a slot lists for a group, in the layer with the most; 0 for slot 0."""
+        listed = self._listed.get(slot)
+        return 0 if listed is None else listed.counts.get(group, 0)
+
+    def slot_rows(self, group: str, slot: int) -> SlotRows:
+        """What a slot lists for a group. Layers that read fewer rows have zeros in the others."""
+        listed = self._listed.get(slot, _NOTHING)
+        own = slice(0, listed.counts.get(group, 0))
+        rows = listed.rows
+        magnitude = rows.magnitude if own.stop else -1
+        return SlotRows(rows.rows[own], rows.scales[own], rows.offsets[own], magnitude)
 
     @torch.inference_mode()
     def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
@@ -141,6 +175,7 @@ class AdapterPool:
             for name in self.specs:
                 self._write_group(name, own, adapter.groups.get(name))
             self._write_tables(slot, own)
+            self._listed[slot] = _list_adapter(rows, adapter)
             self.vocabularies.write(slot, adapter.vocabulary)
             for name, weights in adapter.groups.items():
                 counts = torch.tensor(_row_counts(weights, adapter.has_bias), dtype=torch.int32)
@@ -172,6 +207,9 @@ class AdapterPool:
                     there = ranks[:, part_slot]
                     ranks[:, slot] = torch.where(there > 0, there + start, ranks[:, slot])
                 start += count
+            self._listed[slot] = _list_blend(
+                [(self._listed[part], count, weight) for part, count, weight in parts]
+            )
             event = self._copy_stream.record_event() if self._copy_stream else None
         return PoolWrite(None, event)
 
@@ -211,6 +249,7 @@ class AdapterPool:
             for table in (self.row_table, self.row_scales, self.row_offsets):
                 table[slot] = 0
             self.magnitude_rows[slot] = -1
+            self._listed.pop(slot, None)
             self.vocabularies.clear(slot)
 
     @contextmanager
@@ -274,6 +313,50 @@ def _split_rows(rows: Tensor, adapter: Adapter) -> _OwnRows:
 def _row_counts(weights: GroupWeights, has_bias: bool) -> list[int]:
     """How many rows of the adapter's list each layer reads: the row of biases is the first."""
     return [rank + has_bias if rank or weights.bias is not None else 0 for rank in weights.ranks]
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """What a slot lists, on the host."""
+
+    rows: SlotRows
+    counts: Mapping[str, int]  # by group: how many of the rows its layers read at most
+
+
+_NOTHING = _Listed(
+    SlotRows(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32), -1), {}
+)
+
+
+def _list_adapter(rows: Sequence[int], adapter: Adapter) -> _Listed:
+    own = _split_rows(torch.tensor(rows, dtype=torch.int64), adapter)
+    ranks, bias, magnitude = own.ranks.tolist(), own.bias.tolist(), own.magnitude.tolist()
+    listed = np.array([*bias, *ranks], np.int32)
+    offsets = np.zeros(len(listed), np.float32)
+    offsets[: len(bias)] = 1
+    counts = {
+        name: max(_row_counts(weights, adapter.has_bias))
+        for name, weights in adapter.groups.items()
+    }
+    scales = np.ones(len(listed), np.float32)
+    return _Listed(SlotRows(listed, scales, offsets, magnitude[0] if magnitude else -1), counts)
+
+
+def _list_blend(parts: Sequence[tuple[_Listed, int, float]]) -> _Listed:
+    """`parts`: what a slot lists, how many rows of it, and its weight."""
+    starts = np.cumsum([0, *(count for _, count, _ in parts)]).tolist()
+    counts: dict[str, int] = {}
+    for (listed, _, _), start in zip(parts, starts[:-1], strict=True):
+        for group, count in listed.counts.items():
+            if count:
+                counts[group] = start + count
+    rows = SlotRows(
+        np.concatenate([listed.rows.rows[:count] for listed, count, _ in parts]),
+        np.concatenate([listed.rows.scales[:count] * np.float32(w) for listed, count, w in parts]),
+        np.concatenate([listed.rows.offsets[:count] * np.float32(w) for listed, count, w in parts]),
+        -1,
+    )
+    return _Listed(rows, counts)
 
 
 def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None:

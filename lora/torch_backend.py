@@ -13,27 +13,30 @@ Runs of many adjacent rows, as in prefill, are dense products with the adapter's
 Either way a token meets no rows but its own adapter's, and nothing past a true rank is read.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from lorakeet.kernels.segments import Delta
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.torch_plan import Pairs, Run, get_plan
+from lorakeet.models.parallel import ParallelLinear
 from lorakeet.models.sparse import sampled_products
 
 
 class TorchBackend:
     """See LoRABackend. Weights of 16 bits are widened, once for each layer and pass."""
 
-    def project(
-        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
-    ) -> tuple[Tensor, Delta | None]:
-        y = base()
+    def linear(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> Tensor:
+        y = layer.product(x)
         self.add_linear(y, x, weights, batch)
-        return y, None
+        return y
+
+    def linear_and_delta(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, None]:
+        return self.linear(layer, x, weights, batch), None
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
         plan = get_plan(weights, batch, x.shape[0])
@@ -69,8 +72,7 @@ def _expand_run(h: Tensor, weights: LayerWeights, y: Tensor, run: Run) -> None:
     y = y[run.start : run.stop]
     base = y
     if run.magnitude is not None:
-        row, scaling = run.magnitude
-        base = y.to(h.dtype) * (1 + scaling * weights.b[row].to(h.dtype))
+        base = y.to(h.dtype) * (1 + weights.b[run.magnitude].to(h.dtype))
     y_parts, base_parts = torch.split(y, sizes, dim=1), torch.split(base, sizes, dim=1)
     b_parts = torch.split(weights.b.index_select(0, run.rows).to(h.dtype), sizes, dim=1)
     h_parts = h.chunk(len(sizes), dim=1)
@@ -108,7 +110,7 @@ def _expand_pairs(h: Tensor, b: Tensor, y: Tensor, pairs: Pairs) -> None:
     )
     delta = bags.view(-1, y.shape[1])
     if (own := pairs.magnitudes) is not None:
-        factors = b.index_select(0, own.rows).to(delta.dtype) * own.scalings
+        factors = b.index_select(0, own.rows).to(delta.dtype)
         delta.index_add_(0, own.positions, factors * y.index_select(0, own.tokens))
     if pairs.tokens is None:
         y.add_(delta)

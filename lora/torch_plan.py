@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.kernels.segments import Segments
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.models.sparse import pair_pattern
@@ -29,7 +28,7 @@ class Run:
     rows: Tensor  # (rank,) int64, rows of the pool
     factors: Tensor | None  # (slices * rank,) float32, on A x; None: all are 1
     offsets: Tensor | None  # (slices * rank,) float32, added to that; None: all are 0
-    magnitude: tuple[int, float] | None  # row of the pool, and a factor on its B
+    magnitude: int | None  # row of the pool
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Magnitudes:
     positions: Tensor  # (M,) int64, among those that get a delta; there may be equal ones
     tokens: Tensor  # (M,) int64
     rows: Tensor  # (M,) int64, rows of the pool
-    scalings: Tensor  # (M, 1) float32
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Token rows with an adapter, ascending, on the host. One with two adapters is there twice."""
+    """Token rows with an adapter, ascending, on the host."""
 
     tokens: Ints
     slots: Ints
-    scalings: NDArray[np.float32]
 
     def __getitem__(self, index: Ints | NDArray[np.bool_]) -> "_Rows":
-        return _Rows(self.tokens[index], self.slots[index], self.scalings[index])
+        return _Rows(self.tokens[index], self.slots[index])
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class _Work:
 
 def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
     """The pass's plan for a layer like this one; None when no row's adapter changes it."""
-    work = batch.cached("work", lambda: _get_work(batch.segments))
+    work = batch.cached("work", lambda: _get_work(batch.slots.numpy()))
     run_ranks = weights.host_ranks[work.runs.slots]
     ranks = weights.host_ranks[work.others.slots]
     slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
@@ -110,31 +107,22 @@ def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan |
     return batch.cached((slices, run_ranks.tobytes(), ranks.tobytes()), make)
 
 
-def _get_work(segments: Segments) -> _Work:
-    lengths = segments.lengths.numpy()
-    positions = _ranges(segments.starts.numpy(), lengths)
-    tokens = segments.permutation.numpy()[positions]
-    order = np.argsort(tokens, kind="stable")
-    rows = _Rows(
-        tokens=tokens[order].astype(np.int64),
-        slots=np.repeat(segments.weight_indices.numpy(), lengths)[order].astype(np.int64),
-        scalings=np.repeat(segments.scalings.numpy(), lengths)[order],
-    )
-    goes_on = np.diff(rows.tokens) == 1
-    goes_on &= (np.diff(rows.slots) == 0) & (np.diff(rows.scalings) == 0)
+def _get_work(slots: NDArray[np.int32]) -> _Work:
+    tokens = np.flatnonzero(slots)
+    rows = _Rows(tokens=tokens, slots=slots[tokens].astype(np.int64))
+    goes_on = (np.diff(rows.tokens) == 1) & (np.diff(rows.slots) == 0)
     starts = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-    run_lengths = np.diff(np.append(starts, len(rows.tokens)))
-    is_run = run_lengths >= _RUN
-    return _Work(rows[starts[is_run]], run_lengths[is_run], rows[~np.repeat(is_run, run_lengths)])
+    lengths = np.diff(np.append(starts, len(rows.tokens)))
+    is_run = lengths >= _RUN
+    return _Work(rows[starts[is_run]], lengths[is_run], rows[~np.repeat(is_run, lengths)])
 
 
 def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> Iterator[Run]:
     runs, num_slices = work.runs, len(weights.slice_sizes)
-    for start, length, slot, scaling, rank in zip(
+    for start, length, slot, rank in zip(
         runs.tokens.tolist(),
         work.lengths.tolist(),
         runs.slots.tolist(),
-        runs.scalings.tolist(),
         ranks.tolist(),
         strict=True,
     ):
@@ -145,9 +133,9 @@ def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> 
             start=start,
             stop=start + length,
             rows=weights.row_table[slot, :rank].long(),
-            factors=_unless(1, (weights.row_scales[slot, :rank] * scaling).repeat(num_slices)),
-            offsets=_unless(0, (weights.row_offsets[slot, :rank] * scaling).repeat(num_slices)),
-            magnitude=(magnitude_row, scaling) if magnitude_row >= 0 else None,
+            factors=_unless(1, weights.row_scales[slot, :rank].repeat(num_slices)),
+            offsets=_unless(0, weights.row_offsets[slot, :rank].repeat(num_slices)),
+            magnitude=magnitude_row if magnitude_row >= 0 else None,
         )
 
 
@@ -175,9 +163,8 @@ def _make_pairs(
         own_count = counts[pair_tokens[pairs]]
         first_pair = (np.cumsum(counts) - counts)[pair_tokens[pairs]]
         values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
-    scalings = rows.scalings[row_of_pair]
-    factors = (weights.row_scales.numpy()[entries] * scalings)[pairs]
-    offsets = (weights.row_offsets.numpy()[entries] * scalings)[pairs]
+    factors = weights.row_scales.numpy()[entries][pairs]
+    offsets = weights.row_offsets.numpy()[entries][pairs]
     dtype = torch.promote_types(weights.b.dtype, torch.float32)
     return Pairs(
         tokens=None if counts.all() else torch.from_numpy(np.flatnonzero(counts)),
@@ -206,7 +193,6 @@ def _make_magnitudes(weights: LayerWeights, rows: _Rows, counts: Ints) -> Magnit
         positions=torch.from_numpy((np.cumsum(counts > 0) - 1)[rows.tokens]),
         tokens=torch.from_numpy(rows.tokens),
         rows=torch.from_numpy(magnitude_rows[has_magnitude]),
-        scalings=torch.from_numpy(rows.scalings[:, None]),
     )
 
 

@@ -1,80 +1,76 @@
-"""LoRA deltas on CUDA.
+"""LoRA on CUDA.
 
-Decode: the shrink beside the base product, the expand left to the kernel that follows. Prefill:
-both after the base product, in large tiles.
+Few rows, as in decode: one kernel for a linear layer with its LoRA. Many, as in prefill: the
+base product, and two kernels that work on tiles of tokens.
 """
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.delta import ROWS
-from lorakeet.kernels.lora_embedding import embedding_lora_a
-from lorakeet.kernels.lora_expand import gate_up_lora_b, qkv_lora_b, sgemm_lora_b
-from lorakeet.kernels.lora_shrink import empty_sums, sgemm_lora_a
-from lorakeet.kernels.segments import Delta
+from lorakeet.kernels.delta import Delta
+from lorakeet.kernels.lora_embedding import embedding_lora
+from lorakeet.kernels.lora_expand import sgemm_lora_b
+from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
+from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
+from lorakeet.models.parallel import ParallelLinear
+
+_COUNTERS = 2**16  # more than any pass has tiles
 
 
 class TritonBackend:
-    """See LoRABackend. The kernels return at once for slots that leave the layer alone."""
+    """See LoRABackend. A group that no row's adapter changes is the base layer."""
 
-    def __init__(self) -> None:
-        self._side_stream = _new_stream()
+    def __init__(self, device: torch.device | str) -> None:
+        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
-    def project(
-        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
+    def linear(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> Tensor:
+        if weights.group not in batch.rank_rows:
+            return layer.product(x)
+        if len(x) <= MAX_TOKENS:
+            return self._small_linear(layer, x, weights, batch)
+        y = layer.product(x)
+        self.add_linear(y, x, weights, batch)
+        return y
+
+    def linear_and_delta(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> tuple[Tensor, Delta | None]:
-        segments, ranks, row_table = batch.segments, weights.ranks, weights.row_table
-        if segments.block > ROWS:
-            y = base()
-            self.add_linear(y, x, weights, batch)
-            return y, None
-        h = empty_sums(weights.a, segments, row_table)
-        with self._beside():
-            sgemm_lora_a(x, weights.a, segments, ranks, row_table, h)
-        y = base()
-        if self._side_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._side_stream)
-        return y, Delta(h, weights.b, segments, ranks, row_table)
-
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On the side stream, after what was launched so far."""
-        if self._side_stream is None:
-            yield
-            return
-        self._side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side_stream):
-            yield
+        if weights.group not in batch.rank_rows:
+            return layer.product(x), None
+        if len(x) <= MAX_TOKENS:
+            return self._small_linear(layer, x, weights, batch), None
+        return layer.product(x), self._delta(x, weights, batch)
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
-        ranks, row_table = weights.ranks, weights.row_table
-        h = sgemm_lora_a(x, weights.a, batch.segments, ranks, row_table)
-        expand = (h, weights.b, batch.segments, ranks, row_table, y)
-        match weights.slice_sizes:
-            case (_,):
-                sgemm_lora_b(*expand)
-            case (_, _):
-                gate_up_lora_b(*expand)
-            case (q_size, kv_size, _):
-                qkv_lora_b(*expand, q_size, kv_size)
-            case _:
-                raise ValueError(f"no kernel for {len(weights.slice_sizes)} slices")
+        if weights.group in batch.rank_rows:
+            sgemm_lora_b(y, self._delta(x, weights, batch), weights.slice_sizes)
 
     def add_embedding(
         self, y: Tensor, token_ids: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> None:
-        ranks, row_table = weights.ranks, weights.row_table
-        h = embedding_lora_a(token_ids, weights.a[0], batch.segments, ranks, row_table)
-        sgemm_lora_b(h, weights.b, batch.segments, ranks, row_table, y)
+        if (rank_rows := batch.rank_rows.get(weights.group)) is not None:
+            embedding_lora(y, token_ids, weights.a[0], weights.b, rank_rows)
 
+    def _small_linear(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> Tensor:
+        assert batch.arrivals is not None
+        return lora_linear(
+            x,
+            layer.weight,
+            layer.bias,
+            weights.a,
+            weights.b,
+            batch.rank_rows[weights.group],
+            weights.slice_sizes,
+            batch.arrivals[weights.number :],
+            self._counters,
+        )
 
-def _new_stream() -> torch.cuda.Stream | None:
-    """None in Triton's interpreter."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def _delta(self, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> Delta:
+        rank_rows = batch.rank_rows[weights.group]
+        return Delta(sgemm_lora_a(x, weights.a, rank_rows, self._counters), weights.b, rank_rows)

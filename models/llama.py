@@ -1,13 +1,10 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share. It knows nothing of adapters."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from lorakeet.kernels.segments import Delta
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import KVCache, LayerCache
@@ -21,9 +18,6 @@ from lorakeet.models.parallel import (
     VocabParallelEmbedding,
 )
 from lorakeet.models.rope import RotaryEmbedding
-
-# the end of each block: adds its result to the residual; gives the next norm's output, and the sum
-AddNorm = Callable[[Tensor, Delta | None], tuple[Tensor, Tensor]]
 
 
 class LlamaAttention(nn.Module):
@@ -44,11 +38,9 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.cache: LayerCache | None = None  # bind_kv_cache
 
-    def forward(
-        self, x: Tensor, batch: ForwardBatch, ops: Ops, then: AddNorm
-    ) -> tuple[Tensor, Tensor]:
-        attended = self.qkv_proj.project(x, batch, partial(ops.attend, self))
-        return self.o_proj.project(attended, batch, then)
+    def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
+        attended = ops.attend(self, self.qkv_proj(x, batch))
+        return self.o_proj(attended, batch)  # type: ignore[no-any-return]
 
 
 class LlamaMLP(nn.Module):
@@ -58,11 +50,9 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden, inner, bias)
         self.down_proj = RowParallelLinear(inner, hidden, "down_proj", bias)
 
-    def forward(
-        self, x: Tensor, batch: ForwardBatch, ops: Ops, then: AddNorm
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
         activated = self.gate_up_proj.project(x, batch, ops.silu_mul)
-        return self.down_proj.project(activated, batch, then)
+        return self.down_proj(activated, batch)  # type: ignore[no-any-return]
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -77,10 +67,10 @@ class LlamaDecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, ops: Ops, next_norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
         """x: the input norm's output. Returns that of the norm that follows, and the residual."""
-        then = partial(ops.add_norm, residual, self.post_attention_layernorm)
-        x, residual = self.self_attn(x, batch, ops, then)
-        then = partial(ops.add_norm, residual, next_norm)
-        return self.mlp(x, batch, ops, then)  # type: ignore[no-any-return]
+        y = self.self_attn(x, batch, ops)
+        x, residual = ops.add_norm(residual, self.post_attention_layernorm, y)
+        y = self.mlp(x, batch, ops)
+        return ops.add_norm(residual, next_norm, y)
 
 
 class LlamaModel(nn.Module):
@@ -94,8 +84,8 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryEmbedding(config)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        ops = plan_ops(batch, self.rotary.cos_sin(batch))
         residual = self.embed_tokens(batch.token_ids, batch)
+        ops = plan_ops(batch, self.rotary.cos_sin(batch), residual.dtype)
         input_norms = [cast(RMSNorm, layer.input_layernorm) for layer in self.layers]
         x = input_norms[0](residual)
         for layer, next_norm in zip(self.layers, [*input_norms[1:], self.norm], strict=True):

@@ -1,6 +1,6 @@
 """What a pass does between its large products: each product's epilogue, on either kind of device.
 
-An epilogue takes a projection's output y and a delta that is still to be added to it, or None.
+A projection's output may come in parts (splits, T, N) that are to be summed up: on CUDA only.
 """
 
 from typing import Protocol
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from lorakeet.kernels.segments import Delta
+from lorakeet.kernels.delta import Delta
 from lorakeet.models.attention import TorchAttention
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import LayerCache
@@ -33,24 +33,25 @@ class AttentionLayer(Protocol):
 class Ops(Protocol):
     """The epilogues of one pass."""
 
-    def attend(self, layer: AttentionLayer, qkv: Tensor, delta: Delta | None) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """Norm and rotate q and k, write k and v to the cache, attend.
 
         qkv: (T, q_size + 2 · kv_size). Returns (T, q_size).
         """
 
-    def add_norm(
-        self, residual: Tensor, norm: RMSNorm, y: Tensor, delta: Delta | None
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of residual + y, and the sum itself: (T, hidden_size) each."""
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:
-        """SiLU(gate) · up: (T, 2 · size) → (T, size)."""
+        """SiLU(gate) · up: (T, 2 · size) → (T, size). `delta` is still to be added to gate_up."""
 
 
-def plan_ops(batch: ForwardBatch, rotary: tuple[Tensor, Tensor]) -> Ops:
-    """Triton's kernels on CUDA, torch elsewhere. `rotary`: RotaryEmbedding.cos_sin of the batch."""
-    return TritonOps(batch, rotary) if batch.token_ids.is_cuda else TorchOps(batch, rotary)
+def plan_ops(batch: ForwardBatch, rotary: tuple[Tensor, Tensor], dtype: torch.dtype) -> Ops:
+    """Triton's kernels on CUDA, torch elsewhere. `rotary`: RotaryEmbedding.cos_sin of the batch;
+    `dtype`: of the hidden states."""
+    if batch.token_ids.is_cuda:
+        return TritonOps(batch, rotary, dtype)
+    return TorchOps(batch, rotary)
 
 
 class TorchOps:
@@ -60,8 +61,7 @@ class TorchOps:
         self._rotary = rotary
         self._attention = TorchAttention(batch)
 
-    def attend(self, layer: AttentionLayer, qkv: Tensor, delta: Delta | None) -> Tensor:
-        assert delta is None
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         assert layer.cache is not None, "bind_kv_cache comes before the first pass"
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         num_qk = layer.num_heads + layer.num_kv_heads
@@ -73,10 +73,7 @@ class TorchOps:
         q, k = qk[:, : layer.num_heads], qk[:, layer.num_heads :]
         return self._attention(q, k, v, layer.cache, layer.scale, layer.sliding_window).flatten(1)
 
-    def add_norm(
-        self, residual: Tensor, norm: RMSNorm, y: Tensor, delta: Delta | None
-    ) -> tuple[Tensor, Tensor]:
-        assert delta is None
+    def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
         total = residual + y
         return norm(total), total
 
@@ -89,17 +86,20 @@ class TorchOps:
 class TritonOps:
     """One kernel an epilogue, besides attention itself, which reads the batch's own tensors."""
 
-    def __init__(self, batch: ForwardBatch, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, batch: ForwardBatch, rotary: tuple[Tensor, Tensor], dtype: torch.dtype
+    ) -> None:
         # there is no Triton on some CPU platforms
         from lorakeet.kernels import activation, norm, paged_attention
         from lorakeet.kernels import rotary as rotary_kernels
 
         self._batch = batch
         self._cos, self._sin = rotary
+        self._dtype = dtype
         self._activation, self._norm = activation, norm
         self._rotary, self._attention = rotary_kernels, paged_attention
 
-    def attend(self, layer: AttentionLayer, qkv: Tensor, delta: Delta | None) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         assert layer.cache is not None, "bind_kv_cache comes before the first pass"
         batch, keys, values = self._batch, layer.cache.keys, layer.cache.values
         norms = None
@@ -109,7 +109,6 @@ class TritonOps:
             )
         q = self._rotary.rotate_and_write(
             qkv,
-            delta,
             self._cos,
             self._sin,
             norms,
@@ -133,10 +132,8 @@ class TritonOps:
         )
         return attended.flatten(1)
 
-    def add_norm(
-        self, residual: Tensor, norm: RMSNorm, y: Tensor, delta: Delta | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._norm.add_rms_norm(y, delta, residual, norm.weight, norm.eps)
+    def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self._norm.add_rms_norm(y, residual, norm.weight, norm.eps)
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:
-        return self._activation.silu_mul(gate_up, delta)
+        return self._activation.silu_mul(gate_up, delta, self._dtype)

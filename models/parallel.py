@@ -9,17 +9,15 @@ they take half to a third of the time of MKL's, which is what `linear` calls.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from lorakeet.kernels.segments import Delta
+from lorakeet.kernels.delta import Delta
 from lorakeet.models.batch import ForwardBatch
 
-T = TypeVar("T")
-Epilogue = Callable[[Tensor, Delta | None], T]  # y, and what is still to be added to it
+Epilogue = Callable[[Tensor, Delta | None], Tensor]  # of y, and what is still to be added to it
 
 
 class ParallelLinear(nn.Module):
@@ -40,15 +38,14 @@ class ParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(T, input_size) → (T, output_size)."""
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         return _linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
         """Only after `checkpoint_slices`' views are filled: a packed weight has no views."""
         self.weight = _packed(self.weight)
-
-    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue[T]) -> T:
-        """What `then` makes of the output, and of the part of it that a wrapped layer leaves."""
-        return then(self(x, batch), None)
 
     def checkpoint_slices(self) -> Iterator[tuple[str, Tensor]]:
         """Names such as "q_proj.weight", each with the view of this layer that it fills."""
@@ -79,6 +76,10 @@ class MergedColumnParallelLinear(ParallelLinear):
 
     def __init__(self, input_size: int, slice_size: int, bias: bool = False) -> None:
         super().__init__(input_size, {"gate_proj": slice_size, "up_proj": slice_size}, bias)
+
+    def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue) -> Tensor:
+        """What `then` makes of the output, and of the delta that a wrapped layer leaves to it."""
+        return then(self(x, batch), None)
 
 
 class RowParallelLinear(ParallelLinear):

@@ -3,7 +3,7 @@
 A graph repeats its kernels on the same tensors. So a step's values are copied into a *static
 batch*, padded to one of a few sizes, and the graph of that size is replayed. There are two sets:
 one for steps without any adapter, which holds no LoRA kernel at all, and one for every mix of
-adapters and ranks, which are values in the batch's segments and in the pool's tables.
+adapters and ranks, which are values in the batch's lists of rank rows.
 
 A static batch is an ordinary `LoRAForwardBatch`: on the CPU the same code runs the pass on it.
 """
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from lorakeet.kernels.segments import Segments, build_segments, most_segments
-from lorakeet.lora.batch import DECODE_BLOCK, LoRABatch, LoRAForwardBatch
+from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows
+from lorakeet.lora.pool import AdapterPool
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
+_NUM_PASS_ARRAYS = 6
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -42,21 +43,19 @@ class StaticBatch:
     """A decode pass of `size` sequences in tensors that stay in their place.
 
     Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
-    key and value go nowhere, without an adapter. `num_segments`: None, no row has an adapter.
+    key and value go nowhere, without an adapter. `pool`: None, no row has an adapter.
     """
 
     def __init__(
-        self, size: int, rows: DeviceRows, max_context_len: int, num_segments: int | None
+        self, size: int, rows: DeviceRows, max_context_len: int, pool: AdapterPool | None
     ) -> None:
         self.size = size
         self._rows = rows
         self._max_context_len = max_context_len
-        self._num_segments = num_segments
+        self._rank_rows = None if pool is None else StaticRankRows(pool, size)
         nobody = StepArrays(*[np.zeros(0, np.int64)] * 7)
         self._packed = pack(self._arrays(nobody, np.zeros(0, np.int32)))
         self._values = torch.from_numpy(self._packed.values).to(rows.device)
-        if num_segments is not None:
-            self._scalings = torch.ones(num_segments, device=rows.device)
 
     def fill(self, arrays: StepArrays, slots: NDArray[np.int32]) -> None:
         """Take in a step of at most `size` sequences; `slots` (S,) of each."""
@@ -68,26 +67,21 @@ class StaticBatch:
     def batch(self) -> LoRAForwardBatch:
         """The pass; what this launches belongs into the graph."""
         narrow = self._packed.views(self._values)
+        wide = [values.long() for values in narrow[:_NUM_PASS_ARRAYS]]
         return make_batch(
-            self._packed.views(self._values.long()),
+            wide,
             narrow,
             self._rows,
             max_query_len=1,
             max_context_len=self._max_context_len,
             num_blocks=self._rows.block_tables.shape[1],
             num_decodes=self.size,
-            lora=None if self._num_segments is None else self._lora(narrow[6:]),
+            lora=None if self._rank_rows is None else self._rank_rows.batch(*narrow[-2:]),
         )
 
-    def _lora(self, parts: list[Tensor]) -> LoRABatch:
-        permutation, starts, lengths, weight_indices = parts
-        return LoRABatch(
-            Segments(permutation, starts, lengths, weight_indices, self._scalings, DECODE_BLOCK)
-        )
-
-    def _arrays(self, arrays: StepArrays, slots: NDArray[np.int32]) -> list[Ints]:
+    def _arrays(self, arrays: StepArrays, slots: NDArray[np.int32]) -> list[NDArray[np.integer]]:
         token_ids, positions, kv_slots, rows, _, context_lens = pass_arrays(arrays)
-        padded = [
+        padded: list[NDArray[np.integer]] = [
             _pad(token_ids, self.size),
             _pad(positions, self.size),
             _pad(kv_slots, self.size, _NO_KV_SLOT),
@@ -95,24 +89,10 @@ class StaticBatch:
             np.arange(self.size + 1),
             _pad(context_lens, self.size),
         ]
-        return padded if self._num_segments is None else padded + self._segments(slots)
-
-    def _segments(self, slots: NDArray[np.int32]) -> list[Ints]:
-        """Permutation, starts, lengths and weight indices, padded."""
-        count = self._num_segments
-        assert count is not None
-        # the fused kernels of CUDA want every row in a segment, also those without an adapter
-        fused = self._rows.device.type == "cuda"
-        padded = _pad(slots, self.size).astype(np.int32)
-        found = build_segments(padded, DECODE_BLOCK, base_rows=fused)
-        if found is None:
-            return [np.zeros(size, np.int64) for size in (self.size, count, count, count)]
-        return [
-            _pad(found.permutation.numpy(), self.size),
-            _pad(found.starts.numpy(), count),
-            _pad(found.lengths.numpy(), count),
-            _pad(found.weight_indices.numpy(), count),
-        ]
+        if self._rank_rows is not None:
+            padded_slots = _pad(slots, self.size).astype(np.int32)
+            padded += [self._rank_rows.pack(padded_slots), padded_slots]
+        return padded
 
 
 class DecodeGraphs:
@@ -122,13 +102,13 @@ class DecodeGraphs:
         self,
         model: LlamaForCausalLM,
         rows: DeviceRows,
+        pool: AdapterPool,
         max_num_seqs: int,
-        max_loras: int,
         max_context_len: int,
     ) -> None:
         self._model = model
         self._rows = rows
-        self._max_loras = max_loras
+        self._adapters = pool
         self._max_context_len = max_context_len
         self.sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
@@ -169,8 +149,8 @@ class DecodeGraphs:
         return replay()[:count]
 
     def _capture(self, size: int, with_lora: bool) -> None:
-        segments = most_segments(size, self._max_loras + 1, DECODE_BLOCK) if with_lora else None
-        static = StaticBatch(size, self._rows, self._max_context_len, segments)
+        pool = self._adapters if with_lora else None
+        static = StaticBatch(size, self._rows, self._max_context_len, pool)
 
         def run() -> Tensor:
             return self._model(static.batch())  # type: ignore[no-any-return]

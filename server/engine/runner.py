@@ -20,7 +20,7 @@ from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.base_weights import BaseWeights
-from lorakeet.lora.batch import build_lora_batch
+from lorakeet.lora.batch import HEAD, body_groups, build_lora_batch, full_lora_batch
 from lorakeet.lora.host_store import HostStore, default_host_bytes
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool, bytes_per_row, table_width
@@ -234,7 +234,7 @@ class Runner:
         can_replay = arrays.is_decode and vocabulary is None
         if self.graphs is not None and can_replay:
             return self.graphs.run(arrays, slots)
-        lora = build_lora_batch(slots, self.device)
+        lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
         batch = build_batch(arrays, self.device_rows, self.settings.block_size, lora)
         return self.model(replace(batch, vocabulary=vocabulary))  # type: ignore[no-any-return]
 
@@ -245,7 +245,7 @@ class Runner:
         """
         batch = replace(
             self._logits_batch,
-            logits_lora=build_lora_batch(slots, self.device),
+            logits_lora=build_lora_batch(slots, self.pool, [HEAD]),
             logits_vocabulary=self.pool.vocabularies.for_head(slots),
         )
         return self.model.compute_logits(hidden, batch)
@@ -322,8 +322,9 @@ class Runner:
         self.graphs = graphs
 
     def _make_graphs(self, max_context_len: int) -> DecodeGraphs:
-        max_num_seqs, max_loras = self.settings.max_num_seqs, self.settings.max_loras
-        return DecodeGraphs(self.model, self.device_rows, max_num_seqs, max_loras, max_context_len)
+        return DecodeGraphs(
+            self.model, self.device_rows, self.pool, self.settings.max_num_seqs, max_context_len
+        )
 
     def _make_device_rows(self, max_model_len: int) -> DeviceRows:
         max_blocks = -(-max_model_len // self.settings.block_size)
@@ -337,7 +338,7 @@ class Runner:
         arrays = memory.worst_arrays(settings, self.config)
         slots = (np.arange(len(arrays.token_ids)) % settings.max_loras + 1).astype(np.int32)
         num_rows = len(arrays.context_lens)
-        lora = build_lora_batch(slots, self.device)
+        lora = full_lora_batch(slots, self.pool, body_groups(self.pool))
         hidden = self.model(build_batch(arrays, self.device_rows, settings.block_size, lora))
         logits = self._logits(hidden[:num_rows], slots[:num_rows])
         choices = [memory.WORST_SAMPLING] * num_rows

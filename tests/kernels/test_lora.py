@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lorakeet.kernels import activation, reference
+from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
 from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
-from lorakeet.kernels.token_tiles import Delta
 from support.lora_cases import POPULARITIES, LoRACase, lora_case, popularity
 
 RANKS = (1, 5, 8, 16, 3, 33)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorakeet.kernels import reference
 from lorakeet.kernels.lora_linear import MIN_ROOM
-from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, to_device
+from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, pack, unpack
 
 POPULARITIES = ["identical", "uniform", "skewed", "distinct", "with_base", "all_base"]
 
@@ -91,11 +91,10 @@ def lora_case(
         scales, offsets = torch.ones(rank), torch.zeros(rank)
         if not plain:
             scales, offsets = normal(rank), normal(rank) * (torch.arange(rank) % 4 == 0)
-        listed[slot] = SlotRows(
-            np.array(own, np.int32), scales.numpy(), offsets.numpy(), magnitude
-        )
+        listed[slot] = SlotRows(np.array(own, np.int32), scales.numpy(), offsets.numpy(), magnitude)
     arrays = list_rank_rows(np.array(slots, np.int32), listed.__getitem__)
-    rank_rows = to_device(arrays, room, max([*ranks, 1]), device)
+    packed = torch.from_numpy(pack(arrays, room)).to(device)
+    rank_rows = unpack(packed, len(slots), room, max([*ranks, 1]))
     for values in (rank_rows.scales, rank_rows.offsets):
         values[len(arrays.rows) :] = torch.nan
     outputs = sum(slice_sizes)
