@@ -17,7 +17,7 @@ from lorakeet.kernels.token_tiles import (
 )
 
 _COLUMNS = 1024  # outputs of a program without deltas
-_DELTA_COLUMNS = 128  # outputs of a program with deltas
+_DELTA_COLUMNS = 64  # outputs of a program with deltas
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    tokens, in_tile, _, _, low, high = read_tile(
+    tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
@@ -73,19 +73,22 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
     gate = scale_base(gate, magnitude, b, n, in_slice, b_row_stride)
     up = scale_base(up, magnitude, b + size, n, in_slice, b_row_stride)
-    for r0 in range(low, high, BLOCK_R):
+    for r0 in tl.range(low, high, BLOCK_R, num_stages=3):
         j = r0 + tl.arange(0, BLOCK_R)
         row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
         b_at = b + row[:, None] * b_row_stride + n[None, :]
         b_mask = (j < high)[:, None] & in_slice[None, :]
         h_tile = h + (r0 // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
+        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
         gate_weights = tl.load(b_at, mask=b_mask, other=0.0)
         gate = add_expanded(
-            gate, gate_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+            gate, gate_weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
         )
         h_tile += h_slice_stride
         up_weights = tl.load(b_at + size, mask=b_mask, other=0.0)
-        up = add_expanded(up, up_weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R)
+        up = add_expanded(
+            up, up_weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+        )
     result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
 
@@ -119,7 +122,6 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
         size,
         **delta_args(delta),
         BLOCK_N=_DELTA_COLUMNS,
-        num_warps=8,
-        num_stages=2,
+        num_warps=4,
     )
     return out

@@ -46,7 +46,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     tile = tl.program_id(0)
-    tokens, in_tile, _, _, low, high = read_tile(
+    tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
@@ -75,15 +75,16 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     mask = in_tile[:, None] & in_slice[None, :]
     total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
     total = scale_base(total, magnitude, b, n, in_slice, b_row_stride)
-    for r0 in range(low, high, BLOCK_R):
+    for r0 in tl.range(low, high, BLOCK_R, num_stages=3):
         j = r0 + tl.arange(0, BLOCK_R)
         row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
         b_at = b + row[:, None] * b_row_stride + n[None, :]
         weights = tl.load(b_at, mask=(j < high)[:, None] & in_slice[None, :], other=0.0)
         pair = r0 // BLOCK_R + tile * span
         h_tile = h + slice_id * h_slice_stride + pair * (BLOCK_M * BLOCK_R)
+        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
         total = add_expanded(
-            total, weights, h_tile, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+            total, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
         )
     tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
 

@@ -22,7 +22,8 @@ MAX_SPLITS = 4
 ROWS_AT_ONCE = 64  # rank rows of a tile
 MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
 _SHRINK_PROGRAMS = 128
-_PROGRAMS = 128  # what fills most of a GPU
+_SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
+_PROGRAMS = 96  # what fills most of a GPU
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,15 @@ class _Tiles:
     shrink_stages: int
 
 
-def _tiles(block_m: int, output_size: int) -> _Tiles:
+def _tiles(block_m: int, output_size: int, itemsize: int) -> _Tiles:
     """By measurement on an H200; two programs of up to 64 tokens fit on a multiprocessor."""
+    is_wide = output_size >= 16384
+    if itemsize > 2:
+        return _Tiles(64, 32, 3, 4, 32, 3)
     if block_m <= 32:
         return _Tiles(64, 128, 4, 4, 128, 3)
     if block_m <= 64:
-        return _Tiles(128 if output_size >= 16384 else 64, 64, 5, 8, 128, 3)
+        return _Tiles(128, 64, 4, 8, 128, 3) if is_wide else _Tiles(64, 64, 6, 4, 128, 3)
     return _Tiles(128, 64, 5, 8, 64, 5)
 
 
@@ -60,8 +64,7 @@ def _shrink(  # type: ignore[no-untyped-def]
     count,
     num_tokens,
     input_size,
-    split_size,
-    splits,
+    most_splits,
     x_stride,
     a_slice_stride,
     a_row_stride,
@@ -83,7 +86,11 @@ def _shrink(  # type: ignore[no-untyped-def]
     own_first = tl.load(first + m, mask=in_batch, other=0)
     own_last = tl.load(last + m, mask=in_batch, other=0)
     r = tl.arange(0, BLOCK_R)
-    for item in range(tl.program_id(0), tl.cdiv(count, BLOCK_R) * SLICES * splits, PROGRAMS):
+    tiles = tl.cdiv(count, BLOCK_R) * SLICES
+    splits = tl.maximum(1, tl.minimum(most_splits, PROGRAMS // tl.maximum(tiles, 1)))
+    split_size = tl.cdiv(tl.cdiv(input_size, splits), BLOCK_K) * BLOCK_K
+    splits = tl.cdiv(input_size, split_size)
+    for item in range(tl.program_id(0), tiles * splits, PROGRAMS):
         split = item % splits
         tile = item // splits
         slice_id = tile % SLICES
@@ -120,22 +127,22 @@ def _shrink(  # type: ignore[no-untyped-def]
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, in_batch, scale, offset, h_part_stride, PARTS)
+            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 
 
 @triton.jit
 def _add_expanded(  # type: ignore[no-untyped-def]
-    y, weights, h_at, in_batch, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
+    y, weights, h_at, near, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """y (N, M) + B (R, N)^T · h (R, M)."""
+    """y (N, M) + B (R, N)^T · h (R, M). What is not near a token's own rows is not even read."""
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
     b = tl.trans(weights)
-    y = tl.dot(b, tl.load(h_at, mask=in_batch, other=0.0), y, input_precision=PRECISION)
+    y = tl.dot(b, tl.load(h_at, mask=near, other=0.0), y, input_precision=PRECISION)
     if PARTS == 2:
-        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=in_batch, other=0.0), y)
+        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=near, other=0.0), y)
     return y
 
 
@@ -166,8 +173,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     scales,
     offsets,
     count_at,
-    shrink_splits,
-    shrink_split_size,
+    most_shrink_splits,
     a_slice_stride,
     a_row_stride,
     b_row_stride,
@@ -208,8 +214,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             count,
             num_tokens,
             input_size,
-            shrink_split_size,
-            shrink_splits,
+            most_shrink_splits,
             x_stride,
             a_slice_stride,
             a_row_stride,
@@ -249,6 +254,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     in_batch = m < num_tokens
     r = tl.arange(0, BLOCK_R)
     ahead = tl.load(rows + split * BLOCK_R + r)  # the first rows to expand; nothing waits for them
+    own_first = tl.load(first + m, mask=in_batch, other=0)
+    own_last = tl.load(last + m, mask=in_batch, other=0)
     magnitude = tl.load(magnitudes + m, mask=in_batch, other=-1)
 
     k = tl.arange(0, BLOCK_K)
@@ -281,14 +288,10 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         while tl.atomic_add(arrivals, 0, sem="acquire") < tl.cdiv(count, BLOCK_R) * SLICES:
             pass
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
+        r0 = split * BLOCK_R
+        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
         total = _add_expanded(
-            total,
-            weights,
-            h_at + split * BLOCK_R,
-            in_batch[None, :],
-            h_part_stride,
-            PARTS,
-            PRECISION,
+            total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
         )
         step = splits * BLOCK_R
         for r0 in tl.range(split * BLOCK_R + step, count, step, num_stages=EXPAND_STAGES):
@@ -296,8 +299,9 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             row = tl.load(rows + r0 + r, mask=used, other=0).to(tl.int64)
             b_at = b + row[:, None] * b_row_stride + n[None, :]
             weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
+            near = (own_first < r0 + BLOCK_R) & (own_last > r0)
             total = _add_expanded(
-                total, weights, h_at + r0, in_batch[None, :], h_part_stride, PARTS, PRECISION
+                total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
             )
     y_at = y + (split * num_tokens + m).to(tl.int64)[:, None] * output_size + n[None, :]
     mask = in_batch[:, None] & in_slice[None, :]
@@ -334,13 +338,11 @@ def lora_linear(
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
     assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
     block_m = max(16, triton.next_power_of_2(num_tokens))
-    tiles = _tiles(block_m, output_size)
+    tiles = _tiles(block_m, output_size, x.itemsize)
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
     splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))
     split_size = triton.cdiv(triton.cdiv(input_size, splits), tiles.inputs) * tiles.inputs
-    shrink_size = 512 if input_size <= 8192 else 1024
-    shrink_splits = triton.cdiv(input_size, shrink_size)
     shape = (num_tokens, output_size) if splits == 1 else (splits, num_tokens, output_size)
     dtype = x.dtype if splits == 1 else torch.float32
     y = torch.empty(shape, dtype=dtype, device=x.device)
@@ -348,7 +350,7 @@ def lora_linear(
     parts, h_dtype = h_form(b.dtype)
     h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
     h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
-    num_sums = row_tiles * num_slices * shrink_splits
+    num_sums = max(_SHRINK_PROGRAMS, row_tiles * num_slices)
     sums = torch.empty((num_sums, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device)
     _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
         x,
@@ -375,8 +377,7 @@ def lora_linear(
         rank_rows.scales,
         rank_rows.offsets,
         rank_rows.count,
-        shrink_splits,
-        shrink_size,
+        triton.cdiv(input_size, _SHRINK_INPUTS),
         a.stride(0),
         a.stride(1),
         b.stride(0),
@@ -392,7 +393,7 @@ def lora_linear(
         BLOCK_K=tiles.inputs,
         BLOCK_R=ROWS_AT_ONCE,
         SHRINK_K=tiles.shrink_inputs,
-        EVEN_K=input_size % split_size == 0 == input_size % shrink_size,
+        EVEN_K=input_size % max(tiles.inputs, tiles.shrink_inputs) == 0,
         STAGES=tiles.stages,
         SHRINK_STAGES=tiles.shrink_stages,
         EXPAND_STAGES=3,

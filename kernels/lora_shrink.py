@@ -13,6 +13,7 @@ from lorakeet.kernels.token_tiles import ROWS, TOKENS, empty_h, num_pairs, read_
 _INPUTS = 128
 _PROGRAMS = 264  # what fills a GPU
 _MIN_SPLIT = 512  # inputs that are worth a program
+_FEW_TOKENS = 512
 
 
 # sizes that change from step to step must not compile anew
@@ -46,22 +47,25 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW_PROGRAMS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     slice_id = tl.program_id(1)
-    split = tl.program_id(2)
-    tokens, in_tile, own_first, own_last, low, high = read_tile(
+    split = tl.program_id(2) // ROW_PROGRAMS
+    tokens, _, own_first, own_last, low, high = read_tile(
         tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-    for r0 in range(low, high, BLOCK_R):
+    first_row = low + tl.program_id(2) % ROW_PROGRAMS * BLOCK_R
+    for r0 in range(first_row, high, ROW_PROGRAMS * BLOCK_R):
         j = r0 + tl.arange(0, BLOCK_R)
         used = j < high
+        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
         total = shrink_tile(
             x,
             a + slice_id.to(tl.int64) * a_slice_stride,
             tokens,
-            (own_first < r0 + BLOCK_R) & (own_last > r0),
+            near,
             tl.load(rows + j, mask=used, other=0),
             used,
             split * split_size,
@@ -77,16 +81,16 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         pair = r0 // BLOCK_R + tile * span
         counter = slice_id * num_pairs + pair
         at = sums + counter.to(tl.int64) * splits * (BLOCK_M * BLOCK_R) + place
-        tl.store(at + split * (BLOCK_M * BLOCK_R), total)
+        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=near[:, None])
         tl.debug_barrier()
         if tl.atomic_add(counters + counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counters + counter, 0)
-            total = sum_parts(at, splits, in_tile[:, None], BLOCK_M, BLOCK_R)
+            total = sum_parts(at, splits, near[:, None], BLOCK_M, BLOCK_R)
             own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
             places = slice_id.to(tl.int64) * h_slice_stride + pair * (BLOCK_M * BLOCK_R) + place
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, tokens >= 0, scale, offset, h_part_stride, PARTS)
+            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
 
 
 def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) -> Tensor:
@@ -107,7 +111,9 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
     splits = triton.cdiv(input_size, split_size)
     num_sums = pairs * num_slices * splits
     sums = torch.empty((num_sums, TOKENS, ROWS), dtype=torch.float32, device=x.device)
-    _shrink_kernel[token_tiles, num_slices, splits](
+    # few tokens, as in decode, are of many adapters
+    row_programs = 4 if num_tokens <= _FEW_TOKENS else 1
+    _shrink_kernel[token_tiles, num_slices, splits * row_programs](
         x,
         a,
         h,
@@ -134,8 +140,9 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
         BLOCK_M=TOKENS,
         BLOCK_R=ROWS,
         BLOCK_K=_INPUTS,
-        EVEN_K=input_size % split_size == 0,
+        EVEN_K=input_size % _INPUTS == 0,
         STAGES=4,
+        ROW_PROGRAMS=row_programs,
         num_warps=4,
     )
     return h

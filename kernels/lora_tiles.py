@@ -78,16 +78,17 @@ def store_h(  # type: ignore[no-untyped-def]
     h,
     places,
     own,
-    in_batch,
+    near,
     scales,
     offsets,
     h_part_stride,
     PARTS: tl.constexpr,
 ):
-    """Scale what a shrink has summed up (M, R) and store it; zeros for what is not its token's."""
+    """Scale what a shrink has summed up (M, R) and store it, for tokens (M,) that are `near`; zeros
+    for what they do not own."""
     value = tl.where(own, total * scales[None, :] + offsets[None, :], 0.0)
     high = value.to(h.dtype.element_ty)
-    tl.store(h + places, high, mask=in_batch[:, None])
+    tl.store(h + places, high, mask=near[:, None])
     if PARTS == 2:
         low = (value - high.to(tl.float32)).to(h.dtype.element_ty)
-        tl.store(h + h_part_stride + places, low, mask=in_batch[:, None])
+        tl.store(h + h_part_stride + places, low, mask=near[:, None])

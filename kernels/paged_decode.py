@@ -16,6 +16,7 @@ MAX_SPLITS = 16
 MIN_SPLIT = 512  # keys
 SMALL_SPLIT = 128  # where so few programs would leave most of a GPU idle
 FEW_PROGRAMS = 128  # sequences x KV heads
+MANY_PROGRAMS = 1024
 
 
 @triton.jit
@@ -157,6 +158,7 @@ def paged_decode(
     most_keys = min(max_context_len, window) if window else max_context_len
     min_split = SMALL_SPLIT if num_decodes * num_kv_heads <= FEW_PROGRAMS else MIN_SPLIT
     num_splits = max(1, min(MAX_SPLITS, triton.cdiv(most_keys, min_split)))
+    keys, warps = (32, 4) if num_decodes * num_kv_heads > MANY_PROGRAMS else (KEYS, 2)
     shape = (num_decodes, num_heads, num_splits)
     totals = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     weights = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -182,9 +184,9 @@ def paged_decode(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_M=tile_size(group),
-        BLOCK_N=KEYS,
+        BLOCK_N=keys,
         BLOCK_D=tile_size(head_dim),
-        num_warps=2,
+        num_warps=warps,
         num_stages=2,
     )
     if num_splits == 1:

@@ -74,7 +74,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     tokens = tl.load(order + positions, mask=in_tile, other=0).to(tl.int64)
     own_first = tl.load(first + tokens, mask=in_tile, other=0)
     own_last = tl.load(last + tokens, mask=in_tile, other=0)
-    low = tl.min(tl.where(own_first < own_last, own_first, 2147483647), 0)
+    low = tl.min(tl.where(own_first < own_last, own_first, 2**30), 0)
     return tokens, in_tile, own_first, own_last, low // BLOCK_R * BLOCK_R, tl.max(own_last, 0)
 
 
@@ -95,17 +95,20 @@ def add_expanded(  # type: ignore[no-untyped-def]
     y,
     weights,
     h_tile,
+    near,
     h_part_stride,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y (M, N) + h (M, R) · weights (R, N), float32 but for the weights."""
+    """y (M, N) + h (M, R) · weights (R, N), for tokens (M,) that are `near`, and 0 for others."""
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
-    y = tl.dot(tl.load(h_tile + place), weights, y, input_precision=PRECISION)
+    high = tl.load(h_tile + place, mask=near[:, None], other=0.0)
+    y = tl.dot(high, weights, y, input_precision=PRECISION)
     if PARTS == 2:
-        y = tl.dot(tl.load(h_tile + h_part_stride + place), weights, y)
+        low = tl.load(h_tile + h_part_stride + place, mask=near[:, None], other=0.0)
+        y = tl.dot(low, weights, y)
     return y
