@@ -278,7 +278,7 @@ class Scheduler:
         One that lacks blocks is not passed: it would wait for ever behind smaller ones.
         """
         while plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            entry = self.places.next_to_start()
+            entry = self.places.next_to_start(now)
             if entry is None:
                 return
             assert entry.slot is not None
