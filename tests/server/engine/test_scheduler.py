@@ -879,6 +879,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.workload.unload()
 
     @rule()
+    def swap(self) -> None:
+        """A new version takes the place of an old one, whose requests go on."""
+        self.workload.load()
+        self.workload.unload()
+
+    @rule()
     def take_unloaded(self) -> None:
         self.engine.take_unloaded()
 
