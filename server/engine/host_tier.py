@@ -63,7 +63,8 @@ class HostTier:
         if adapter_id in self._loaded:
             try:
                 self._scheduler.slots.set_pinned(adapter_id, command.pinned)
-                self._host_store.update(adapter_id, Path(command.path), command.pinned)
+                paths = [Path(path) for path in command.paths]
+                self._host_store.update(adapter_id, paths, command.pinned)
             except PoolError as failure:
                 error = str(failure)
         self._send(AdapterUpdated(adapter_id, error))

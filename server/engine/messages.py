@@ -79,7 +79,7 @@ class UpdateAdapter(msgspec.Struct, frozen=True, tag="update"):
     """Answered by AdapterUpdated."""
 
     adapter_id: int
-    path: str  # where to read it again when it has left host memory
+    paths: list[str]  # where it lies, to read it again when it has left host memory
     pinned: bool  # never leaves host memory, nor the GPU pool once it is there
 
 

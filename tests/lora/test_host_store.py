@@ -282,11 +282,11 @@ def test_the_least_recently_used_is_put_out(two: HostStore) -> None:
 
 
 def test_what_is_kept_or_pinned_stays(two: HostStore, adapters: list[Path]) -> None:
-    two.update(ONE, adapters[0], pinned=True)
+    two.update(ONE, [adapters[0]], pinned=True)
     assert two.make_room(lambda: {TWO}) == [THREE]
     assert two.make_room(lambda: {TWO}, THREE) == []
     assert two.reload(THREE) is None  # no room, and two will go again
-    two.update(TWO, adapters[1], pinned=True)
+    two.update(TWO, [adapters[1]], pinned=True)
     reload = two.reload(THREE)  # what is pinned will not: one more is always possible
     assert reload is not None
     assert reload.result(TIMEOUT) is two.get(THREE)
@@ -297,15 +297,15 @@ def test_a_reload_is_the_same_content(two: HostStore, adapters: list[Path], tmp_
     digest = two.get(ONE).digest
     assert two.make_room(set) == [ONE]
     assert two.make_room(set, ONE) == [TWO]
-    two.update(ONE, tmp_path / "missing", pinned=False)
+    two.update(ONE, [tmp_path / "missing"], pinned=False)
     for path, error in ((tmp_path / "missing", "no adapter folder"), (adapters[1], "have changed")):
-        two.update(ONE, path, pinned=False)
+        two.update(ONE, [path], pinned=False)
         future = two.reload(ONE)
         assert future is not None
         with pytest.raises(AdapterError, match=error):
             future.result(TIMEOUT)
         assert held(two) == [3]
-    two.update(ONE, adapters[0], pinned=False)
+    two.update(ONE, [tmp_path / "missing", adapters[1], adapters[0]], pinned=False)
     future = two.reload(ONE)
     assert future is not None
     assert future.result(TIMEOUT).digest == digest

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ class ToyEngine:
         self.waiting: dict[str, AddRequest] = {}
         self.adapters: dict[int, int] = {}  # id → k
         self.vocab_sizes: dict[int, int] = {}
-        self.paths: dict[int, str] = {}  # where they are read again
+        self.paths: dict[int, list[str]] = {}  # where they are read again
         self.pinned: set[int] = set()  # at most one
         self.peak_adapters = 0
         self.num_reads = 0
@@ -158,7 +158,7 @@ class ToyEngine:
             raise AdapterError("its files have changed")
         self.adapters[adapter_id] = values["k"]
         self.vocab_sizes[adapter_id] = values.get("vocab_size", VOCAB_SIZE)
-        self.paths[adapter_id] = path
+        self.paths[adapter_id] = [path]
         self.peak_adapters = max(self.peak_adapters, len(self.adapters))
         return AdapterLoaded(
             adapter_id,
@@ -172,10 +172,10 @@ class ToyEngine:
             vocab_size=values.get("vocab_size"),
         )
 
-    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
+    async def update_adapter(self, adapter_id: int, paths: Sequence[str], pinned: bool) -> None:
         if pinned and len(self.pinned | {adapter_id}) > 1:
             raise AdapterError("pinning this adapter would leave no room for any other")
-        self.paths[adapter_id] = path
+        self.paths[adapter_id] = list(paths)
         (self.pinned.add if pinned else self.pinned.discard)(adapter_id)
 
     def unload_adapter(self, adapter_id: int) -> "asyncio.Future[AdapterUnloaded]":

@@ -182,7 +182,7 @@ def test_files_that_changed_or_vanished(model: Path, adapters: list[Path], tmp_p
             await fails("adapter_model.safetensors is damaged")
             shutil.rmtree(folder)
             await fails("there is no adapter folder")
-            await engine.update_adapter(1, str(adapters[0]), pinned=False)
+            await engine.update_adapter(1, [str(adapters[0])], pinned=False)
             await put_out()
             assert is_right(model, adapters[0], await ask(engine, 1))
             await until(lambda: states(engine)[1].error is None)
@@ -197,17 +197,17 @@ def test_a_pinned_adapter_stays(model: Path, adapters: list[Path]) -> None:
         limits = {"max_loras": 3, "max_blend_rank": 4, "lora_memory": 20 * row_bytes}
         async with engine_of(model, adapters, 2.5, **limits) as engine:
             await ask(engine, 1)
-            await engine.update_adapter(1, "/nowhere", pinned=True)
+            await engine.update_adapter(1, ["/nowhere"], pinned=True)
             for id_ in (2, 3, 4, 5, 6) * 2:
                 assert is_right(model, adapters[id_ - 1], await ask(engine, id_))
             await report(engine)
             assert (states(engine)[1].tier, states(engine)[1].in_host) == ("gpu", True)
             assert is_right(model, adapters[0], await ask(engine, 1))
-            await engine.update_adapter(2, str(adapters[1]), pinned=True)
+            await engine.update_adapter(2, [str(adapters[1])], pinned=True)
             with pytest.raises(AdapterError, match="no room"):
-                await engine.update_adapter(3, str(adapters[2]), pinned=True)
-            await engine.update_adapter(2, str(adapters[1]), pinned=False)
-            await engine.update_adapter(1, str(adapters[0]), pinned=False)
+                await engine.update_adapter(3, [str(adapters[2])], pinned=True)
+            await engine.update_adapter(2, [str(adapters[1])], pinned=False)
+            await engine.update_adapter(1, [str(adapters[0])], pinned=False)
             for id_ in (2, 3, 4, 5, 6) * 2:
                 assert is_right(model, adapters[id_ - 1], await ask(engine, id_))
             await until(lambda: states(engine)[1].tier == "disk")
