@@ -331,13 +331,14 @@ def _streamed(body: str) -> str | None:
     return None
 
 
-def check(rounds: list[Sizes]) -> None:
-    """After the first rounds, in which buffers and caches fill, nothing grows."""
-    warm, last = rounds[len(rounds) // 3], rounds[-1]
+def check(rounds: list[Sizes], max_growth: int) -> None:
+    """After the first rounds, in which buffers and caches fill, nothing grows; memory, whose
+    fragments come and go, by at most `max_growth` bytes."""
+    warm, last = rounds[len(rounds) // 2], rounds[-1]
     assert last.files <= warm.files + 2, rounds
     assert last.threads <= warm.threads + 2, rounds
     assert last.series == warm.series, rounds
-    assert last.memory <= warm.memory + 8 * 2**20, rounds
+    assert last.memory <= warm.memory + max_growth, rounds
 
 
 def main() -> None:
@@ -357,7 +358,7 @@ def main() -> None:
             print("{:5}  {:13.1f}  {:5}  {:7}  {:14}  {:27}".format(number, *columns), flush=True)
         for outcome, times in sorted(churn.outcomes.items()):
             print(f"{times:8} {outcome}")
-    check(sizes)
+    check(sizes, max_growth=16 * 2**20)
     print("nothing is held, nothing has grown")
 
 
