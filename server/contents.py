@@ -112,7 +112,7 @@ class Contents:
         info, event = self._engine.info, unloaded.result()
         block_bytes = info.memory.get("kv_cache", 0) // max(1, info.num_blocks)
         return Freed(
-            pool=event.num_rows * info.lora_row_bytes,
+            pool=event.num_rows * info.lora_row_bytes + event.vocabulary_bytes,
             host=event.host_bytes,
             cache=event.num_blocks * block_bytes,
         )

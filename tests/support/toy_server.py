@@ -183,7 +183,7 @@ class ToyEngine:
         del self.adapters[adapter_id], self.paths[adapter_id]
         self.pinned.discard(adapter_id)
         future: asyncio.Future[AdapterUnloaded] = asyncio.get_running_loop().create_future()
-        future.set_result(AdapterUnloaded(adapter_id, 1024, 2, 3))
+        future.set_result(AdapterUnloaded(adapter_id, 1024, num_rows=2, num_blocks=3))
         return future
 
     async def shutdown(self) -> None:
