@@ -264,6 +264,55 @@ def test_counters_are_lifted_to_the_least_of_the_active_ones() -> None:
     assert first.service == 12
 
 
+def test_who_has_nothing_running_comes_first_once_it_is_overdue() -> None:
+    """Though it has had much more service: it does not wait until the others have caught up."""
+    crowd = crowd_of(2, replace(CONFIG, max_num_seqs=2))
+    served, other = AdapterId(1), AdapterId(2)
+    crowd.join(other, 10, lambda: 5)
+    crowd.join(served, 0, lambda: 5)
+    crowd.step()
+    name = crowd.ask(served)
+    crowd.engine.scheduler.adapters.entries[served].service = 1e9
+    limit = int(CONFIG.adapter_wait_limit)
+    for _ in range(limit):
+        crowd.step()
+    assert not crowd.engine.results[name].token_ids
+    for _ in range(8):
+        crowd.step()
+    assert crowd.engine.results[name].token_ids
+
+
+def test_a_free_place_goes_to_the_one_with_the_least_service() -> None:
+    crowd = crowd_of(3, replace(CONFIG, max_loras=1, adapter_wait_limit=1000.0))
+    for number in (1, 2, 3):
+        crowd.join(AdapterId(number), 0, lambda: 6)
+    crowd.ask(AdapterId(1))
+    crowd.engine.step()
+    late, early = crowd.ask(AdapterId(2)), crowd.ask(AdapterId(3))
+    crowd.engine.scheduler.adapters.entries[AdapterId(2)].service += 500
+    while not crowd.engine.results[early].finish_reason:
+        crowd.engine.step()
+        assert not crowd.engine.results[late].token_ids
+    crowd.engine.run()
+
+
+def test_the_holder_with_the_most_service_is_displaced() -> None:
+    crowd = crowd_of(3, replace(CONFIG, max_num_seqs=20))
+    lone, busy, third = [AdapterId(number) for number in (1, 2, 3)]
+    for adapter_id in (lone, busy, third):
+        crowd.join(adapter_id, 0, lambda: 50)
+    for _ in range(3):
+        crowd.ask(busy)
+    crowd.engine.step()
+    crowd.ask(lone)
+    for _ in range(int(CONFIG.adapter_quantum) + 2):
+        crowd.engine.step()
+    crowd.ask(third)
+    crowd.engine.now += 2 * CONFIG.adapter_wait_limit
+    assert crowd.engine.step().released == (0, 1, 2)
+    crowd.engine.run()
+
+
 # --- prefetch ---
 
 
@@ -310,6 +359,23 @@ def test_nothing_is_fetched_over_what_runs_or_waits_in_front() -> None:
         engine.step()
     # of four rows left, the first takes three; the second does not fit, and nobody passes it
     assert tiers(engine) == {a: "gpu", b: "gpu", large: "gpu", small: "host", late: "host"}
+    engine.run()
+    engine.check_idle()
+
+
+def test_what_the_next_one_needs_is_not_evicted_for_those_behind_it() -> None:
+    engine = ToyEngine(replace(CONFIG, max_num_seqs=20, num_slots=4, adapter_wait_limit=1000.0))
+    a, b, c, d = (engine.add_adapter(value) for value in (40, 41, 42, 43))
+    engine.add("early", [20, 21], c, SamplingParams(max_tokens=1))
+    engine.run()
+    long_request(engine, "a", a)
+    long_request(engine, "b", b)
+    engine.step()
+    long_request(engine, "c", c)
+    long_request(engine, "d", d)
+    for _ in range(5):
+        assert not engine.step().loads
+    assert tiers(engine) == {a: "gpu", b: "gpu", c: "gpu", d: "host"}
     engine.run()
     engine.check_idle()
 
@@ -365,6 +431,44 @@ def test_a_blend_takes_one_place_and_its_adapters_stay() -> None:
     engine.check_idle()
     assert engine.scheduler.slots.uses(a) == engine.scheduler.slots.uses(b) == 0
     assert len(engine.scheduler.adapters.entries) == 4  # the blend is forgotten
+
+
+def test_a_blend_that_comes_back_before_its_old_slot_is_free() -> None:
+    """Its adapters' copies are done at once, its own table takes long; then all requests go."""
+    config = replace(CONFIG, max_loras=1, max_blend=2, max_blend_rows=2, num_slots=6, num_rows=2)
+    steps = iter([0, 0, 9])
+    engine = ToyEngine(config, load_steps=lambda: next(steps, 0))
+    a, b, c = (engine.add_adapter(value) for value in (3, 5, 7))
+    blend = ((int(a), 2.0), (int(b), 3.0))
+    engine.add("gone", [20, 21], blend=blend)
+    engine.step()
+    engine.abort(["gone"])
+    engine.add("c", [20, 21], c, SamplingParams(max_tokens=2))  # takes a row of theirs
+    engine.step()
+    engine.add("back", [20, 21], blend=blend)
+    engine.run()
+    for name in ("c", "back"):
+        engine.check_result(name)
+    engine.check_idle()
+
+
+def test_nobody_is_displaced_for_what_two_blends_share() -> None:
+    config = replace(CONFIG, max_loras=4, max_blend=2, max_blend_rows=2, num_slots=6, num_rows=3)
+    engine = ToyEngine(config)
+    a, b, c = (engine.add_adapter(value) for value in (40, 41, 7))
+    long_request(engine, "a", a)
+    long_request(engine, "b", b)
+    for _ in range(int(config.adapter_quantum) + 2):
+        engine.step()
+    for name, weight in (("two", 2.0), ("three", 3.0)):
+        engine.add(name, [20, 21], blend=((int(c), weight),))
+    engine.now += 100
+    assert not engine.step().released  # one row and three slots are free, and that is enough
+    assert engine.scheduler.stats().num_preemptions == 0
+    engine.run()
+    for name in ("a", "b", "two", "three"):
+        engine.check_result(name)
+    engine.check_idle()
 
 
 def test_a_blend_whose_adapter_fails_ends_and_its_other_adapters_go_on() -> None:
