@@ -230,9 +230,11 @@ class Churn:
 
     def _load(self, dice: random.Random, client: httpx.Client, name: str, meaning: Name) -> None:
         content = dice.randrange(NUM_CONTENTS + 2)
-        kinds = [*((path, frozenset([i]), "good") for i, path in enumerate(self.good))]
+        kinds: list[tuple[Path, Outcomes, str]] = [
+            (path, frozenset([i]), "good") for i, path in enumerate(self.good)
+        ]
         kinds += [(self.slow, frozenset([0]), "slow")]
-        kinds += [(self.uncopied, frozenset([NUM_CONTENTS, None]), "no copy")]
+        kinds += [(self.uncopied, frozenset((NUM_CONTENTS, None)), "no copy")]
         path, outcomes, kind = kinds[content]
         options = {"load_inplace": dice.random() < 0.7, "pinned": dice.random() < 0.1}
 
@@ -275,7 +277,7 @@ class Churn:
         content, other = dice.sample(range(NUM_CONTENTS), 2)
         folder = Path(tempfile.mkdtemp(dir=self.root / "good"))
         shutil.copytree(self.good[content], folder, dirs_exist_ok=True)
-        outcomes: Outcomes = frozenset([content, None])
+        outcomes: Outcomes = frozenset((content, None))
 
         def work() -> Outcomes:
             self._count("load", _load(client, name, folder, load_inplace=True), 200)
@@ -295,8 +297,8 @@ class Churn:
             assert server.unload(name).status_code in (200, 404)
             meaning.spans = [(time.monotonic(), FOREVER, ABSENT)]
         server.wait_idle()
-        for gauge in ("lora_rows_used", "lora_host_bytes"):
-            wait_until(lambda gauge=gauge: server.metric(f"lorakeet:{gauge}") == 0, gauge)
+        wait_until(lambda: server.metric("lorakeet:lora_rows_used") == 0, "empty pool")
+        wait_until(lambda: server.metric("lorakeet:lora_host_bytes") == 0, "empty host memory")
         assert server.http.get("/v1/adapters").json()["data"] == []
         uploads = self.folder / "uploads"
         wait_until(lambda: not any(path.is_dir() for path in uploads.iterdir()), "no uploads")

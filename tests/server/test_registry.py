@@ -332,7 +332,6 @@ def test_no_locks_are_kept(toy: ToyServer, source: Path) -> None:
     registry = toy.server.registry
     assert not registry._locks
     assert not registry._leases
-    assert not registry._retired
     assert not registry.catalog.hidden
     assert not registry._contents._contents
 

@@ -48,9 +48,9 @@ def install() -> None:
             raise RuntimeError("out of memory")
         return write(self, slot, rows, adapter)
 
-    host_store.read_adapter = faulty_read
+    vars(host_store)["read_adapter"] = faulty_read
     AdapterPool.write = faulty_write  # type: ignore[method-assign]
-    serve.EngineProcess = InlineEngine  # type: ignore[assignment, misc]
+    vars(serve)["EngineProcess"] = InlineEngine
 
 
 if __name__ == "__main__":
