@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -119,6 +127,16 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe log line to print"
     )
+
+    @field_validator("adapter_upload_dir")
+    @classmethod
+    def _not_a_root(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+        """Else uploads would be served under their folders' names too."""
+        if folder is not None and folder.resolve() in {
+            root.resolve() for root in info.data.get("adapter_dirs", ())
+        }:
+            raise ValueError("must be another folder than every adapter-dir")
+        return folder
 
 
 def load(config_file: Path | None = None, **overrides: Any) -> Settings:

@@ -108,7 +108,7 @@ class Adapter:
 
     @property
     def blendable(self) -> bool:
-        """Its effect is a sum of rows, the same for every token: it can be one of a weighted sum."""
+        """Its effect is a sum of rows, the same for every token: it can be part of a blend."""
         return not (self.has_magnitude or self.vocabulary or self.invocation)
 
     @property

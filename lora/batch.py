@@ -130,12 +130,12 @@ class StaticRankRows:
     On the CPU no lists are made: its backend needs the slots alone.
     """
 
-    def __init__(self, pool: AdapterPool, num_tokens: int) -> None:
+    def __init__(self, pool: AdapterPool, num_tokens: int, num_adapters: int) -> None:
+        """`num_adapters`: the most that a pass has."""
         self._pool = pool
         self._groups = body_groups(pool) if pool.device.type == "cuda" else []
         self._num_tokens = num_tokens
-        most_rows = min(num_tokens, pool.num_slots - 1) * pool.table_width
-        self._room = max(most_rows, MIN_ROOM)
+        self._room = max(num_adapters * pool.table_width, MIN_ROOM)
         self._size = packed_size(num_tokens, self._room)
 
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:

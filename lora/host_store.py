@@ -35,7 +35,7 @@ def default_host_bytes() -> int:
 class _Record:
     """What is known of one id until it is released."""
 
-    path: Path
+    paths: Sequence[Path]  # where it lies; the first that holds it is read
     digest: str | None  # what its content must be; None: whatever is found first
     pinned: bool = False
     num_bytes: int = 0  # of the adapter, once it has been read
@@ -91,7 +91,7 @@ class HostStore:
         """
         with self._lock:
             assert adapter_id not in self._records
-            record = self._records[adapter_id] = _Record(path, digest)
+            record = self._records[adapter_id] = _Record([path], digest)
             return self._submit(adapter_id, record)
 
     def reload(
@@ -111,11 +111,11 @@ class HostStore:
             record.reserved = record.num_bytes
             return self._submit(adapter_id, record)
 
-    def update(self, adapter_id: AdapterId, path: Path, pinned: bool) -> None:
-        """Where it is read again from now on, and whether it may be put out."""
+    def update(self, adapter_id: AdapterId, paths: Sequence[Path], pinned: bool) -> None:
+        """Where it can be read again from now on, and whether it may be put out."""
         with self._lock:
             record = self._records[adapter_id]
-            record.path, record.pinned = path, pinned
+            record.paths, record.pinned = paths, pinned
 
     # --- what is in memory ---
 
@@ -228,10 +228,21 @@ class HostStore:
 
     def _read(self, adapter_id: AdapterId, record: _Record) -> Adapter:
         """Whatever is wrong ends this read and nothing else."""
+        *others, last = record.paths
+        for path in others:
+            with contextlib.suppress(AdapterError):
+                return self._read_folder(adapter_id, record, path)
+        try:
+            return self._read_folder(adapter_id, record, last)
+        except AdapterError:
+            self._forget_read(adapter_id, record)
+            raise
+
+    def _read_folder(self, adapter_id: AdapterId, record: _Record, path: Path) -> Adapter:
         seconds: dict[str, float] = {}
         try:
             adapter = read_adapter(
-                record.path,
+                path,
                 self._specs,
                 max_rank=self._max_rank,
                 dtype=self._dtype,
@@ -242,10 +253,8 @@ class HostStore:
             )
             return self._keep(adapter_id, record, adapter, seconds)
         except AdapterError:
-            self._forget_read(adapter_id, record)
             raise
         except Exception as error:
-            self._forget_read(adapter_id, record)
             _log.exception("the adapter could not be read")
             raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
 

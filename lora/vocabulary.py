@@ -46,9 +46,9 @@ class VocabularyBatch:
 
         -inf where a row's adapter, or the base, has no such token. `hidden`: (L, hidden).
         """
-        columns = max(run.vocabulary.size for run in self.runs)
-        missing = max(0, columns - logits.shape[1])
-        logits = pad(logits, (0, missing), value=-torch.inf)
+        missing = max(run.vocabulary.size for run in self.runs) - logits.shape[1]
+        if missing > 0:
+            logits = pad(logits, (0, missing), value=-torch.inf)
         for run in self.runs:
             own = run.vocabulary.lm_head
             if own is not None:
@@ -97,9 +97,14 @@ class VocabularyStore:
         for slot in own:
             rows = np.flatnonzero(slots == slot)
             if rows.size:
-                run_rows = torch.from_numpy(rows).to(self._device)
-                runs.append(VocabularyRun(run_rows, self._by_slot[slot]))
+                runs.append(VocabularyRun(self._upload(rows), self._by_slot[slot]))
         return VocabularyBatch(tuple(runs)) if runs else None
+
+    def _upload(self, rows: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(rows)
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _to_device(self, part: TokenRows) -> TokenRows:
         ids = part.ids.to(self._device, non_blocking=True)

@@ -1,9 +1,10 @@
 """The adapters that one request names: one, or several with weights, held while it runs.
 
-A blend's delta is the weighted sum of its adapters' deltas: W x + Σ_i w_i s_i B_i (A_i x). With
-PEFT that is `add_weighted_adapter(…, combination_type="cat")`. Its "linear" is another thing: it
-adds up the A and the B apart, so that the product has cross terms of every pair, and it wants equal
-ranks. Text (template, tokens that end, defaults) is the base model's, since it cannot be mixed.
+A blend's delta is the weighted sum of its adapters' deltas: W x + Σ_i w_i s_i B_i (A_i x), with
+their biases. PEFT's `add_weighted_adapter` has it as `combination_type="cat"` (but forgets biases,
+and is off by a factor when the first adapter has rsLoRA). Its "linear" is another thing: it adds
+up the A and the B apart, so that the product has cross terms of every pair, and wants equal ranks.
+Text (template, tokens that end, defaults) is the base model's, since it cannot be mixed.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -27,8 +28,8 @@ class Selection:
 
     @property
     def label(self) -> str | None:
-        """For metrics and the log; None: the base model."""
-        return "blend" if self.blend else self.adapter
+        """For metrics, which count it among the others, and the log; None: the base model."""
+        return "(blend)" if self.blend else self.adapter
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ async def _lease_part(stack: AsyncExitStack, registry: Registry, index: int, nam
 def _combine(versions: Sequence[Version], weights: Sequence[float], info: EngineInfo) -> Leased:
     """Weights of the same adapter add up, those of zero are left out."""
     totals: dict[int, float] = {}
-    by_id = {version.adapter_id: version for version in versions}
+    by_id = {version.adapter_id: version for version in reversed(versions)}
     for version, weight in zip(versions, weights, strict=True):
         totals[version.adapter_id] = totals.get(version.adapter_id, 0.0) + weight
     blend = tuple(sorted((id_, weight) for id_, weight in totals.items() if weight))

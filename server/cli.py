@@ -96,6 +96,7 @@ def serve(
     lora_vocabulary_memory: Annotated[
         str | None, _setting("lora_vocabulary_memory", metavar="SIZE")
     ] = None,
+    max_blend_rank: Annotated[int | None, _setting("max_blend_rank")] = None,
     host_lora_memory: Annotated[str | None, _setting("host_lora_memory", metavar="SIZE")] = None,
     adapter_upload_dir: Annotated[
         Path | None, _setting("adapter_upload_dir", metavar="DIR")

@@ -43,14 +43,21 @@ class _Content:
     loaded: AdapterLoaded
     uses: dict[int, Use] = field(default_factory=dict)  # by version
     folders: set[Path] = field(default_factory=set)  # of all versions so far
-    told: Use | None = None  # what the engine knows
+    told: "_Told | None" = None
 
     @property
-    def wanted(self) -> Use:
-        return Use(
-            path=next(iter(self.uses.values())).path,
-            pinned=any(use.pinned for use in self.uses.values()),
-        )
+    def wanted(self) -> "_Told":
+        uses = self.uses.values()
+        paths = tuple(dict.fromkeys(str(use.path) for use in uses))
+        return _Told(paths, any(use.pinned for use in uses))
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the engine knows."""
+
+    paths: tuple[str, ...]
+    pinned: bool
 
 
 class Contents:
@@ -72,7 +79,7 @@ class Contents:
         loaded = await self._engine.load_adapter(next(self._ids), str(use.path), digest)
         content = self._by_digest.get(loaded.digest)
         if content is None:
-            content = _Content(loaded, told=Use(use.path, pinned=False))
+            content = _Content(loaded, told=_Told((str(use.path),), False))
             self._contents[loaded.adapter_id] = self._by_digest[loaded.digest] = content
         else:
             self._engine.unload_adapter(loaded.adapter_id)
@@ -105,7 +112,7 @@ class Contents:
         info, event = self._engine.info, unloaded.result()
         block_bytes = info.memory.get("kv_cache", 0) // max(1, info.num_blocks)
         return Freed(
-            pool=event.num_rows * info.lora_row_bytes,
+            pool=event.num_rows * info.lora_row_bytes + event.vocabulary_bytes,
             host=event.host_bytes,
             cache=event.num_blocks * block_bytes,
         )
@@ -131,7 +138,7 @@ class Contents:
         content.told = wanted
         try:
             await self._engine.update_adapter(
-                content.loaded.adapter_id, str(wanted.path), wanted.pinned
+                content.loaded.adapter_id, wanted.paths, wanted.pinned
             )
         except AdapterError:
             content.told = before

@@ -248,7 +248,7 @@ async def _check(server: Server, job: _Job, version: Version | None) -> ValidReq
 
 async def _tokens(server: Server, profile: Profile, prompt: TextPrompt | Conversation) -> list[int]:
     if isinstance(prompt, str):
-        return profile.tokenizer.encode(prompt)
+        return await server.encode(profile, prompt, "prompt")
     if not prompt or not isinstance(prompt[0], Mapping):
         return list(cast(Sequence[int], prompt))
     return await chat_tokens(

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from lorakeet.server.aliases import Aliases
 from lorakeet.server.catalog import Catalog, Unloaded
 from lorakeet.server.contents import Contents, Freed, Use
 from lorakeet.server.engine.client import Engine
-from lorakeet.server.engine.messages import AdapterLoaded, AdapterUnloaded
+from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import (
     APIError,
     BadRequestError,
@@ -33,6 +32,7 @@ from lorakeet.server.errors import (
     ModelNotFoundError,
     NotFoundError,
 )
+from lorakeet.server.leases import Leases, Retired
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import Profile, read_profile
 from lorakeet.server.text_config import TextConfigError
@@ -65,12 +65,6 @@ class Loaded:
     freed: Freed
 
 
-@dataclass(frozen=True)
-class _Retired:
-    in_use: bool
-    unloaded: "asyncio.Future[AdapterUnloaded] | None" = None
-
-
 class Registry:
     base: Profile  # set once the model is loaded, as are the tokenizers
     tokenizers: AdapterTokenizers
@@ -94,8 +88,7 @@ class Registry:
         self._contents = Contents(engine, uploads.discard)
         self._numbers = itertools.count(1)
         self._versions: dict[str, Version] = {}
-        self._leases: Counter[int] = Counter()  # by version
-        self._retired: set[int] = set()  # without a name, but still leased
+        self._leases = Leases(self._contents)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lazy_loads: dict[str, asyncio.Task[None]] = {}
 
@@ -174,17 +167,8 @@ class Registry:
         version = self._versions.get(name)
         if version is None:
             raise ModelNotFoundError(name)
-        number = version.number
-        self._leases[number] += 1
-        try:
+        with self._leases.hold(version):
             yield version
-        finally:
-            self._leases[number] -= 1
-            if self._leases[number] == 0:
-                del self._leases[number]
-                if number in self._retired:
-                    self._retired.discard(number)
-                    self._contents.release(version.adapter_id, number)
 
     async def _load_lazily(self, name: str) -> None:
         """All that wait for a name share one load, which goes on when a waiter is gone."""
@@ -244,17 +228,17 @@ class Registry:
             wanted = Unloaded(folder, pinned=pinned)
             version = await self._read(name, folder, wanted, param="lora_path", register=True)
             old, known = self._versions.get(name), self._forget(name)
-            retired = _Retired(in_use=False)
+            retired = Retired()
             if old is None:
                 changed = known is None or known.digest != version.loaded.digest
             elif changed := not _is_same(old, version):
-                retired = self._retire(old)
+                retired = self._leases.retire(old)
             else:
                 version = await self._keep(old, version)
             self._versions[name] = version
             self.catalog.hidden.discard(name)
         await self.save()
-        return Loaded(version, changed, await self._freed(retired))
+        return Loaded(version, changed, await self._leases.freed(retired))
 
     async def unload(self, name: str) -> Freed:
         """Forget the name at once; memory is freed when the last request on it ends.
@@ -273,12 +257,12 @@ class Registry:
             self._forget(name)
             if await self.catalog.find(name) is not None:  # a request must not bring it back
                 self.catalog.hidden.add(name)
-            retired = _Retired(in_use=False)
+            retired = Retired()
             if version is not None:
                 self._metrics.forget_adapter(name)
-                retired = self._retire(version)
+                retired = self._leases.retire(version)
         await self.save()
-        return await self._freed(retired)
+        return await self._leases.freed(retired)
 
     async def _read(
         self,
@@ -321,17 +305,6 @@ class Registry:
         finally:
             self._contents.release(new.adapter_id, new.number)
         return kept
-
-    def _retire(self, version: Version) -> _Retired:
-        if self._leases[version.number]:
-            self._retired.add(version.number)
-            return _Retired(in_use=True)
-        return _Retired(False, self._contents.release(version.adapter_id, version.number))
-
-    async def _freed(self, retired: _Retired) -> Freed:
-        if retired.in_use:
-            return Freed(pending=True)
-        return await self._contents.freed(retired.unloaded)
 
     def _forget(self, name: str) -> Unloaded | None:
         """A registration is superseded: returns it. The folder of its upload is not needed more."""

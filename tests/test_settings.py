@@ -70,3 +70,12 @@ def test_the_files_that_come_along_load(file: Path) -> None:
 
 def test_the_api_key_is_not_shown() -> None:
     assert "hush" not in repr(settings.load(api_key="hush"))
+
+
+def test_uploads_need_a_folder_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    settings.load(adapter_dirs=(root,), adapter_upload_dir=tmp_path / "uploads")
+    with pytest.raises(SettingsError, match=r"adapter_upload_dir: .*another folder"):
+        settings.load(
+            adapter_dirs=(tmp_path, root), adapter_upload_dir=tmp_path / "x" / ".." / "root"
+        )

@@ -114,6 +114,7 @@ def _loaded(server: Server, version: Version, states: dict[int, AdapterState]) -
     loaded = version.loaded
     unreported = AdapterState(version.adapter_id, "host", 0, 0)  # newer than the last report
     state = states.get(version.adapter_id, unreported)
+    row_bytes = server.engine.info.lora_row_bytes
     on_disk = "unloaded" if state.error is None else "failed"
     return {
         "id": version.name,
@@ -127,7 +128,7 @@ def _loaded(server: Server, version: Version, states: dict[int, AdapterState]) -
         "modules": loaded.modules,
         "bytes": loaded.num_bytes,
         "host_bytes": loaded.num_bytes if state.in_host else 0,
-        "gpu_bytes": state.num_rows * server.engine.info.lora_row_bytes,
+        "gpu_bytes": state.num_rows * row_bytes + state.vocabulary_bytes,
         "digest": loaded.digest,
         "pinned": version.pinned,
         "requests": {"running": state.num_running, "waiting": state.num_waiting},

@@ -33,8 +33,9 @@ async def put_alias(request: Request) -> Response:
         for name in names:
             await _check_target(registry, name)
         registry.aliases.put(body.alias, targets)
+        card = _card(server, body.alias)
     await registry.save()
-    return JSONResponse(_card(server, body.alias))
+    return JSONResponse(card)
 
 
 async def get_alias(request: Request) -> Response:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.lora.slots import SlotManager
+from lorakeet.lora.slots import Room, SlotManager
 from lorakeet.server.engine.adapter_entry import (
     AdapterEntry,
     base_entry,
@@ -161,11 +161,12 @@ class AdapterBook:
     def _is_gone(self, adapter_id: AdapterId) -> bool:
         entry = self.entries[adapter_id]
         if self._slots.slot_of(adapter_id) is not None:
-            entry.freed_rows = entry.num_rows
+            entry.freed = self._slots.size(adapter_id)
         return entry.is_idle and self._slots.unload(adapter_id)
 
     def _state(self, entry: AdapterEntry, running: int, waiting: int) -> AdapterState:
         is_resident = self._slots.slot_of(entry.adapter_id) is not None
+        room = self._slots.size(entry.adapter_id) if is_resident else Room()
         in_pool = self._slots.tier(entry.adapter_id)
         return AdapterState(
             entry.adapter_id,
@@ -173,7 +174,8 @@ class AdapterBook:
             num_running=running,
             num_waiting=waiting,
             in_host=entry.in_host,
-            num_rows=entry.num_rows if is_resident else 0,
+            num_rows=room.rows,
+            vocabulary_bytes=room.vocabulary_bytes,
         )
 
     def _forget_blend(self, entry: AdapterEntry) -> None:

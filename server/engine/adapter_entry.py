@@ -3,9 +3,10 @@
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import AdapterId, Slot
+from lorakeet.lora.slots import Room
 from lorakeet.server.engine.blocks import BASE_CONTENT, Content
 
 
@@ -24,7 +25,7 @@ class AdapterEntry:
     weights: tuple[float, ...] = ()  # of a blend's components
     invocation: tuple[int, ...] = ()  # of an aLoRA: its tokens start with these
     in_host: bool = True  # else it must be read again before it can be copied to a slot
-    freed_rows: int = 0  # of the pool, by its unloading
+    freed: Room = field(default_factory=Room)  # in the pool, by its unloading
     num_blends: int = 0  # that it is a component of
     num_waiting: int = 0
     num_running: int = 0

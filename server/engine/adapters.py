@@ -2,11 +2,10 @@
 
 An adapter with requests *holds a place* (and through it a slot of the pool) or waits for one in a
 queue. Places go to those that have had the least service. An adapter that has waited longer than
-`wait_limit` is *overdue*: it comes before all that are not, in order of waiting, and a holder has
-to *yield*: the one with the most service, if it has held its place for `quantum` and got on by a
-token, or else the one that will have soonest. Who yields starts no more sequences, and at that
-point its running ones are preempted and it goes to the end of the queue. (Without that token,
-adapters could take turns for ever, each at computing its prompt again.)
+`wait_limit` is *overdue*: those come first, in order of waiting, and for them a holder that has had
+its *turn* is displaced, the one with the most service first. Its running sequences are preempted,
+and it goes to the end of the queue. A turn is a `quantum` of time, and a token at least. (Without
+that token, adapters could take turns for ever, each at computing its prompt again.)
 
 Adapters that wait are copied to slots ahead of time, as far as nobody before them needs the room.
 """
@@ -45,16 +44,19 @@ class AdapterPlaces:
         self._active = ActiveAdapters()
         self._places: dict[AdapterId, AdapterEntry] = {}
         self._queue: dict[AdapterId, AdapterEntry] = {}  # in order of `waiting_since`
-        self._yielding: list[AdapterEntry] = []
+        self._displaced: list[AdapterEntry] = []  # by `rotate`, until `grant`
 
-    def next_to_start(self) -> AdapterEntry | None:
-        """Whose first waiting sequence is to start next, of those that have a slot for it."""
+    def next_to_start(self, now: float) -> AdapterEntry | None:
+        """Whose first waiting sequence is to start next, of those that have a slot for it.
+
+        One that is overdue and has nothing running comes before those with less service.
+        """
         can_start = [
             entry
             for entry in (self._book.entries[BASE], *self._places.values())
-            if entry.num_waiting and entry not in self._yielding and self._is_ready(entry)
+            if entry.num_waiting and self._is_ready(entry)
         ]
-        return min(can_start, key=_by_service, default=None)
+        return min(can_start, key=lambda entry: self._order_to_start(entry, now), default=None)
 
     def wanted(self) -> list[tuple[AdapterId, tuple[AdapterId, ...]]]:
         """Adapters with requests that must be read from disk first, in order of waiting; each with
@@ -126,15 +128,14 @@ class AdapterPlaces:
     # --- places ---
 
     def rotate(self, now: float) -> list[AdapterId]:
-        """Decide who yields; returns the adapters whose running sequences must be preempted."""
-        self._yielding = self._choose_yielding(now)
-        return [entry.adapter_id for entry in self._yielding if self._had_its_turn(entry, now)]
+        """Decide who is displaced: their running sequences are to be preempted before `grant`."""
+        self._displaced = self._choose_displaced(now)
+        return [entry.adapter_id for entry in self._displaced]
 
     def grant(self, now: float) -> list[SlotLoad]:
         """Give free places to adapters that wait; returns the slot loads that are to be started."""
-        for entry in self._yielding:
-            if entry.num_running == 0:
-                self._leave(entry, now)
+        for entry in self._displaced:
+            self._leave(entry, now)
         loads: list[SlotLoad] = []
         if not self._queue:
             return loads
@@ -187,7 +188,9 @@ class AdapterPlaces:
         return now - entry.waiting_since > self._wait_limit
 
     def _had_its_turn(self, entry: AdapterEntry, now: float) -> bool:
-        return entry.has_progressed and now - (entry.started or 0.0) >= self._quantum
+        if entry.started is None or not entry.has_progressed:
+            return False
+        return now - entry.started >= self._quantum
 
     def _in_turn(self, now: float) -> list[AdapterEntry]:
         """The queue in the order in which places are given."""
@@ -195,15 +198,15 @@ class AdapterPlaces:
         count = sum(self._is_overdue(entry, now) for entry in queue)
         return queue[:count] + sorted(queue[count:], key=_by_service)
 
-    def _choose_yielding(self, now: float) -> list[AdapterEntry]:
+    def _choose_displaced(self, now: float) -> list[AdapterEntry]:
         """As few holders as make room for those that are overdue."""
-        holders = [entry for entry in self._places.values() if entry.started is not None]
-        holders.sort(key=lambda entry: self._order_to_yield(entry, now))
+        holders = [entry for entry in self._places.values() if self._had_its_turn(entry, now)]
+        holders.sort(key=_by_service)
         places = self._max_loras - len(self._places)
         room = self._slots.available
         claimed: set[AdapterId] = set()
         released = Counter[AdapterId]()
-        yielding: list[AdapterEntry] = []
+        displaced: list[AdapterEntry] = []
         for entry in self._queue.values():
             if not self._is_overdue(entry, now):
                 break
@@ -213,21 +216,22 @@ class AdapterPlaces:
             claimed.update(entry.components)
             while places < 1 or not room.holds(needed):
                 if not holders:
-                    return yielding
+                    return displaced
                 victim = holders.pop()
-                yielding.append(victim)
+                displaced.append(victim)
                 released.update(victim.held)
                 freed = [one for one in victim.held if self._would_free(one, released[one])]
                 places += 1
                 room = sum((self._slots.size(one) for one in freed), room)
             places, room = places - 1, room - needed
-        return yielding
+        return displaced
 
-    def _order_to_yield(self, entry: AdapterEntry, now: float) -> tuple[bool, float]:
-        """The last one yields first."""
-        if self._had_its_turn(entry, now):
-            return True, entry.service
-        return False, -(entry.started or 0.0)
+    def _order_to_start(
+        self, entry: AdapterEntry, now: float
+    ) -> tuple[bool, float] | tuple[bool, tuple[float, float]]:
+        if entry.num_running == 0 and self._is_overdue(entry, now):
+            return False, entry.waiting_since
+        return True, _by_service(entry)
 
     def _would_free(self, adapter_id: AdapterId, num_uses: int) -> bool:
         """Its slot and rows can be had when so many of its uses end."""

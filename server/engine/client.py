@@ -10,7 +10,7 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,8 +77,8 @@ class Engine(Protocol):
         Raises AdapterNotFoundError, AdapterError (the message says why) or EngineDeadError.
         """
 
-    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
-        """Where it is read again from when it has left host memory, and whether it may leave.
+    async def update_adapter(self, adapter_id: int, paths: Sequence[str], pinned: bool) -> None:
+        """Where it can be read again when it has left host memory, and whether it may leave.
 
         Raises AdapterError when it cannot be pinned, and EngineDeadError.
         """
@@ -169,12 +169,12 @@ class EngineBase:
         finally:
             del self._loads[adapter_id]
 
-    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
+    async def update_adapter(self, adapter_id: int, paths: Sequence[str], pinned: bool) -> None:
         self._check_alive()
         future: asyncio.Future[AdapterUpdated] = asyncio.get_running_loop().create_future()
         waiting = self._updates.setdefault(adapter_id, deque())
         waiting.append(future)
-        self._send(UpdateAdapter(adapter_id, path, pinned))
+        self._send(UpdateAdapter(adapter_id, [*paths], pinned))
         if (error := (await future).error) is not None:
             raise AdapterError(error)
 

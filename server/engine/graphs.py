@@ -43,16 +43,20 @@ class StaticBatch:
     """A decode pass of `size` sequences in tensors that stay in their place.
 
     Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
-    key and value go nowhere, without an adapter. `pool`: None, no row has an adapter.
+    key and value go nowhere, without an adapter. `rank_rows`: None, no row has an adapter.
     """
 
     def __init__(
-        self, size: int, rows: DeviceRows, max_context_len: int, pool: AdapterPool | None
+        self,
+        size: int,
+        rows: DeviceRows,
+        max_context_len: int,
+        rank_rows: StaticRankRows | None,
     ) -> None:
         self.size = size
         self._rows = rows
         self._max_context_len = max_context_len
-        self._rank_rows = None if pool is None else StaticRankRows(pool, size)
+        self._rank_rows = rank_rows
         nobody = StepArrays(*[np.zeros(0, np.int64)] * 7)
         self._packed = pack(self._arrays(nobody, np.zeros(0, np.int32)))
         self._values = torch.from_numpy(self._packed.values).to(rows.device)
@@ -104,11 +108,13 @@ class DecodeGraphs:
         rows: DeviceRows,
         pool: AdapterPool,
         max_num_seqs: int,
+        max_loras: int,
         max_context_len: int,
     ) -> None:
         self._model = model
         self._rows = rows
         self._adapters = pool
+        self._max_loras = max_loras
         self._max_context_len = max_context_len
         self.sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
@@ -149,8 +155,10 @@ class DecodeGraphs:
         return replay()[:count]
 
     def _capture(self, size: int, with_lora: bool) -> None:
-        pool = self._adapters if with_lora else None
-        static = StaticBatch(size, self._rows, self._max_context_len, pool)
+        rank_rows = None
+        if with_lora:
+            rank_rows = StaticRankRows(self._adapters, size, min(size, self._max_loras))
+        static = StaticBatch(size, self._rows, self._max_context_len, rank_rows)
 
         def run() -> Tensor:
             return self._model(static.batch())  # type: ignore[no-any-return]

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
+
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, AdapterNotFoundError
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.slots import PoolError
@@ -63,7 +65,8 @@ class HostTier:
         if adapter_id in self._loaded:
             try:
                 self._scheduler.slots.set_pinned(adapter_id, command.pinned)
-                self._host_store.update(adapter_id, Path(command.path), command.pinned)
+                paths = [Path(path) for path in command.paths]
+                self._host_store.update(adapter_id, paths, command.pinned)
             except PoolError as failure:
                 error = str(failure)
         self._send(AdapterUpdated(adapter_id, error))
@@ -103,7 +106,14 @@ class HostTier:
     def take_unloaded(self) -> None:
         """Free adapters whose last request has ended."""
         for gone in self._scheduler.take_unloaded():
-            self._free(AdapterUnloaded(gone.adapter_id, 0, gone.num_rows, gone.num_blocks))
+            self._free(
+                AdapterUnloaded(
+                    gone.adapter_id,
+                    num_rows=gone.room.rows,
+                    vocabulary_bytes=gone.room.vocabulary_bytes,
+                    num_blocks=gone.num_blocks,
+                )
+            )
 
     # --- reads ---
 
@@ -181,4 +191,4 @@ class HostTier:
         self._reading.pop(adapter_id, None)
         self._errors.pop(adapter_id, None)
         host_bytes = self._host_store.release(adapter_id)
-        self._send(AdapterUnloaded(adapter_id, host_bytes, unloaded.num_rows, unloaded.num_blocks))
+        self._send(msgspec.structs.replace(unloaded, host_bytes=host_bytes))

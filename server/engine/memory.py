@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from lorakeet.configs.settings import Settings, SettingsError
-from lorakeet.lora.adapter import MAX_EXTRA_ROWS, GroupSpec
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, GroupSpec, TokenRows, Vocabulary
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
+from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.sampler import SamplingRow
 from lorakeet.server.engine.inputs import StepArrays
 from lorakeet.server.engine.messages import MAX_BLEND
@@ -156,6 +157,13 @@ def kv_memory(settings: Settings, device: torch.device, worst_pass: Callable[[],
     free = min(free, free_memory(device))
     logger.info("a pass needs up to %d MiB beside weights and caches", working // MiB)
     return int(total * settings.gpu_memory_utilization) - (total - free) - working
+
+
+def worst_vocabulary(model: LlamaForCausalLM) -> Vocabulary:
+    """All rows of embedding and head, and a token more: in the model's own memory."""
+    embed_tokens, lm_head = model.model.embed_tokens.weight, model.lm_head.weight
+    ids = torch.arange(len(embed_tokens), device=embed_tokens.device)
+    return Vocabulary(len(ids) + 1, TokenRows(ids, embed_tokens), TokenRows(ids, lm_head))
 
 
 def worst_arrays(settings: Settings, config: ModelConfig) -> StepArrays:

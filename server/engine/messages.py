@@ -79,7 +79,7 @@ class UpdateAdapter(msgspec.Struct, frozen=True, tag="update"):
     """Answered by AdapterUpdated."""
 
     adapter_id: int
-    path: str  # where to read it again when it has left host memory
+    paths: list[str]  # where it lies, to read it again when it has left host memory
     pinned: bool  # never leaves host memory, nor the GPU pool once it is there
 
 
@@ -159,6 +159,7 @@ class AdapterUnloaded(msgspec.Struct, frozen=True, tag="unloaded"):
     adapter_id: int
     host_bytes: int = 0
     num_rows: int = 0  # of the GPU pool
+    vocabulary_bytes: int = 0  # of embedding and head rows of its own on the GPU
     num_blocks: int = 0  # of the KV cache: prefixes that nobody can use any more
 
 
@@ -176,6 +177,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     in_host: bool = True
     num_rows: int = 0  # of the GPU pool
+    vocabulary_bytes: int = 0  # of embedding and head rows of its own on the GPU
     error: str | None = None  # why it could not be read again from disk
 
 

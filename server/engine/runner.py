@@ -20,11 +20,18 @@ from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.base_weights import BaseWeights
-from lorakeet.lora.batch import HEAD, body_groups, build_lora_batch, full_lora_batch
+from lorakeet.lora.batch import (
+    HEAD,
+    LoRABatch,
+    body_groups,
+    build_lora_batch,
+    full_lora_batch,
+)
 from lorakeet.lora.host_store import HostStore, default_host_bytes
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool, bytes_per_row, table_width
 from lorakeet.lora.specs import group_specs
+from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.weights import load_model
@@ -235,6 +242,11 @@ class Runner:
         if self.graphs is not None and can_replay:
             return self.graphs.run(arrays, slots)
         lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
+        return self._run_model(arrays, lora, vocabulary)
+
+    def _run_model(
+        self, arrays: StepArrays, lora: LoRABatch | None, vocabulary: VocabularyBatch | None
+    ) -> Tensor:
         batch = build_batch(arrays, self.device_rows, self.settings.block_size, lora)
         return self.model(replace(batch, vocabulary=vocabulary))  # type: ignore[no-any-return]
 
@@ -322,8 +334,14 @@ class Runner:
         self.graphs = graphs
 
     def _make_graphs(self, max_context_len: int) -> DecodeGraphs:
+        settings = self.settings
         return DecodeGraphs(
-            self.model, self.device_rows, self.pool, self.settings.max_num_seqs, max_context_len
+            self.model,
+            self.device_rows,
+            self.pool,
+            settings.max_num_seqs,
+            settings.max_loras,
+            max_context_len,
         )
 
     def _make_device_rows(self, max_model_len: int) -> DeviceRows:
@@ -332,16 +350,21 @@ class Runner:
 
     @torch.inference_mode()
     def _worst_pass(self) -> None:
-        """The pass that needs the most memory: full, every token with an adapter, every way to
-        sample in use, and a chunk of prompt scores."""
+        """The pass that needs the most memory: full, every token with an adapter that has all rows
+        of embedding and head, every way to sample in use, and a chunk of prompt scores."""
         settings = self.settings
         arrays = memory.worst_arrays(settings, self.config)
         slots = (np.arange(len(arrays.token_ids)) % settings.max_loras + 1).astype(np.int32)
         num_rows = len(arrays.context_lens)
+        own_slots = [Slot(slot) for slot in range(1, settings.max_loras + 1)]
+        for slot in own_slots:
+            self.pool.vocabularies.write(slot, memory.worst_vocabulary(self.model))
         lora = full_lora_batch(slots, self.pool, body_groups(self.pool))
-        hidden = self.model(build_batch(arrays, self.device_rows, settings.block_size, lora))
+        hidden = self._run_model(arrays, lora, self.pool.vocabularies.for_embedding(slots))
         logits = self._logits(hidden[:num_rows], slots[:num_rows])
         choices = [memory.WORST_SAMPLING] * num_rows
         sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
         del logits
         self._score(hidden, slots, np.zeros(len(hidden), np.int64), memory.MAX_LOGPROBS)
+        for slot in own_slots:
+            self.pool.vocabularies.clear(slot)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from lorakeet.lora.adapter import MAX_EXTRA_ROWS, AdapterId
-from lorakeet.lora.slots import SlotManager
+from lorakeet.lora.slots import Room, SlotManager
 from lorakeet.server.engine.adapter_book import AdapterBook
 from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.adapters import AdapterPlaces
@@ -44,7 +44,7 @@ class Unloaded:
     """What the unloading of an adapter has freed."""
 
     adapter_id: AdapterId
-    num_rows: int  # of the pool
+    room: Room  # in the pool
     num_blocks: int  # of the KV cache: prefixes that nobody can use any more
 
 
@@ -122,7 +122,7 @@ class Scheduler:
         for entry in self.adapters.take_unloaded():
             root = entry.content.root
             num_blocks = 0 if self.adapters.holds_root(root) else self.blocks.forget(root)
-            unloaded.append(Unloaded(entry.adapter_id, entry.freed_rows, num_blocks))
+            unloaded.append(Unloaded(entry.adapter_id, entry.freed, num_blocks))
         return unloaded
 
     def fail_adapter(self, adapter_id: AdapterId, error: str) -> list[RequestOutput]:
@@ -278,7 +278,7 @@ class Scheduler:
         One that lacks blocks is not passed: it would wait for ever behind smaller ones.
         """
         while plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
-            entry = self.places.next_to_start()
+            entry = self.places.next_to_start(now)
             if entry is None:
                 return
             assert entry.slot is not None

@@ -2,6 +2,7 @@
 nobody waits for ever, and nothing is left of what has gone."""
 
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from lorakeet.server.tokens import Tokenizer
 from support.adapters import edit_config, make_adapter
 from support.models import TOKENIZER_SIZE
 from support.parity import ONLY_TEXT, check, collected, same_choice
-from support.servers import ServerProcess, wait_until
+from support.servers import ServerProcess, serve, wait_until
 
 LONG = {"max_tokens": 5000}  # far longer than any of these tests
 PROMPT = list(range(20, 60))
@@ -338,3 +339,93 @@ def test_nobody_starves_and_nobody_blocks_others(
             check(model, adapters[name], PROMPT, result, TOKENIZER_SIZE)
         assert all(len(events.take(3)) == 3 for events in held)
         assert not any(events.is_done for events in held)
+
+
+# --- what is shared, what is freed, what survives ---
+
+
+def test_two_names_of_the_same_bytes_share_one_slot(
+    live: ServerProcess, adapters: dict[str, Path], spare: Path
+) -> None:
+    copy = shutil.copytree(adapters["red"], spare / "copy")
+    live.load("one", adapters["red"])
+    live.load("two", copy)
+    texts = [live.complete(name, PROMPT)["choices"][0]["text"] for name in ("one", "two")]
+    assert texts[0] == texts[1]
+    live.wait_report()
+    assert live.metric("lorakeet:lora_rows_used") == 8
+    entry = live.http.get("/v1/adapters/two").json()
+    assert entry["gpu_bytes"] > 0
+    assert live.unload("one").json()["freed_bytes"] == 0
+    freed = live.unload("two").json()
+    assert freed["freed"]["host"] == entry["host_bytes"] == entry["bytes"]
+    assert freed["freed"]["pool"] == entry["gpu_bytes"]
+    assert freed["freed"]["cache"] > 0
+    assert freed["freeing"] is False
+
+
+def test_a_swap_of_what_is_in_use_is_freed_later(
+    live: ServerProcess, adapters: dict[str, Path]
+) -> None:
+    live.load("x", adapters["red"])
+    with live.stream("x", PROMPT, **LONG) as events:
+        assert len(events.take(3)) == 3
+        swapped = live.load("x", adapters["green"], load_inplace=True).json()
+        assert (swapped["changed"], swapped["freeing"], swapped["freed_bytes"]) == (True, True, 0)
+        again = live.load("x", adapters["green"], load_inplace=True).json()
+        assert (again["changed"], again["freeing"], again["digest"]) == (
+            False,
+            False,
+            swapped["digest"],
+        )
+        assert len(events.take(3)) == 3
+    wait_until(lambda: live.metric("lorakeet:lora_host_bytes") == again["bytes"], "one is held")
+
+
+def test_names_and_uploads_survive_a_kill(
+    model: Path, root: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    uploads = tmp_path / "uploads"
+    options = "--device cpu --served-model-name base --max-loras 2 --max-lora-rank 8".split()
+    options += ["--adapter-dir", str(root), "--state-dir", str(tmp_path / "state")]
+    options += ["--adapter-upload-dir", str(uploads)]
+    files = {
+        name: (adapters["red"] / name).read_bytes()
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    }
+    alias = {"alias": "prod", "targets": [{"adapter": "red"}]}
+
+    def texts(server: ServerProcess) -> list[str]:
+        names = ("red", "green", "prod")
+        return [server.complete(name, PROMPT)["choices"][0]["text"] for name in names]
+
+    first = ServerProcess(tmp_path, model, *options)
+    try:
+        first.wait_ready()
+        made = first.http.post("/v1/adapters", data={"name": "red"}, files=files)
+        assert made.status_code == 200, made.text
+        assert first.load("green", adapters["green"]).status_code == 200
+        assert first.http.post("/v1/aliases", json=alias).status_code == 200
+        expected = texts(first)
+        request = first.http.build_request(
+            "POST",
+            "/v1/adapters",
+            data={"name": "half"},
+            files={**files, "README.md": b"x" * 2**21},  # some of it is on the disk soon
+        )
+        content = request.read()
+        head = f"POST /v1/adapters HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+        head += f"content-type: {request.headers['content-type']}\r\n\r\n"
+        url = httpx.URL(first.url)
+        with socket.create_connection((url.host, url.port or 80)) as connection:
+            connection.sendall(head.encode() + content[:-100])
+            wait_until(lambda: len(list(uploads.glob("*upload-*"))) == 2, "half an upload")
+            first.kill_all()
+    finally:
+        first.kill_all()
+    with serve(tmp_path, model, *options) as second:
+        assert second.loaded() == []
+        (kept,) = uploads.glob("*upload-*")
+        assert str(kept) == made.json()["path"]
+        assert texts(second) == expected
+        assert second.http.get("/v1/adapters/half").status_code == 404

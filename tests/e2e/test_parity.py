@@ -54,7 +54,7 @@ def prompts_for(kind: str) -> list[list[int]]:
 def small_engine(model: Path, **settings: Any) -> InlineEngine:
     row_bytes = bytes_per_row(group_specs(load_config(model)), torch.float32)
     small = {
-        "max_num_seqs": 64,
+        "max_num_seqs": 96,  # and KV blocks for all that they may compute
         "max_num_batched_tokens": 24,
         "block_size": BLOCK_SIZE,
         "max_loras": 4,

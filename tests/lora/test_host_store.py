@@ -240,3 +240,105 @@ def test_concurrent_loads_and_releases_keep_the_books(
         thread.join(TIMEOUT)
     store.shutdown()
     assert store.num_bytes == 0
+
+
+# --- what is put out and read again ---
+
+
+def bounded(model: Path, num_adapters: float, adapter: Path) -> HostStore:
+    """Room for so many adapters like this one."""
+    specs = group_specs(load_config(model))
+    size = read_adapter(adapter, specs, max_rank=16, dtype=torch.float32).num_bytes
+    max_bytes = int(num_adapters * size)
+    return HostStore(specs, max_rank=16, dtype=torch.float32, max_bytes=max_bytes)
+
+
+@pytest.fixture
+def two(model: Path, adapters: list[Path]) -> Iterator[HostStore]:
+    """Room for two; three are loaded."""
+    store = bounded(model, 2.5, adapters[0])
+    for number, adapter in enumerate(adapters, start=1):
+        store.load(AdapterId(number), adapter).result(TIMEOUT)
+    yield store
+    store.shutdown()
+
+
+def held(store: HostStore) -> list[int]:
+    return [number for number in (1, 2, 3) if store.holds(AdapterId(number))]
+
+
+def test_the_least_recently_used_is_put_out(two: HostStore) -> None:
+    assert held(two) == [1, 2, 3]
+    two.touch(ONE)
+    size = two.get(ONE).num_bytes
+    assert two.make_room(set) == [TWO]
+    assert held(two) == [1, 3]
+    assert two.num_bytes == 2 * size <= (two.max_bytes or 0)
+    assert two.make_room(set) == []
+    with pytest.raises(KeyError):
+        two.get(TWO)
+    assert two.release(TWO) == 0
+    assert two.release(ONE) == size
+
+
+def test_what_is_kept_or_pinned_stays(two: HostStore, adapters: list[Path]) -> None:
+    two.update(ONE, [adapters[0]], pinned=True)
+    assert two.make_room(lambda: {TWO}) == [THREE]
+    assert two.make_room(lambda: {TWO}, THREE) == []
+    assert two.reload(THREE) is None  # no room, and two will go again
+    two.update(TWO, [adapters[1]], pinned=True)
+    reload = two.reload(THREE)  # what is pinned will not: one more is always possible
+    assert reload is not None
+    assert reload.result(TIMEOUT) is two.get(THREE)
+    assert two.make_room(set) == [THREE]
+
+
+def test_a_reload_is_the_same_content(two: HostStore, adapters: list[Path], tmp_path: Path) -> None:
+    digest = two.get(ONE).digest
+    assert two.make_room(set) == [ONE]
+    assert two.make_room(set, ONE) == [TWO]
+    two.update(ONE, [tmp_path / "missing"], pinned=False)
+    for path, error in ((tmp_path / "missing", "no adapter folder"), (adapters[1], "have changed")):
+        two.update(ONE, [path], pinned=False)
+        future = two.reload(ONE)
+        assert future is not None
+        with pytest.raises(AdapterError, match=error):
+            future.result(TIMEOUT)
+        assert held(two) == [3]
+    two.update(ONE, [tmp_path / "missing", adapters[1], adapters[0]], pinned=False)
+    future = two.reload(ONE)
+    assert future is not None
+    assert future.result(TIMEOUT).digest == digest
+    assert held(two) == [1, 3]
+
+
+def test_a_load_of_other_content_than_was_asked_for(store: HostStore, adapters: list[Path]) -> None:
+    digest = store.load(ONE, adapters[0]).result(TIMEOUT).digest
+    assert store.load(TWO, adapters[0], digest).result(TIMEOUT).digest == digest
+    with pytest.raises(AdapterError, match="have changed"):
+        store.load(THREE, adapters[1], digest).result(TIMEOUT)
+    assert store.release(THREE) == 0
+    assert store.num_bytes == store.get(ONE).num_bytes
+
+
+def test_reads_under_way_have_their_room(model: Path, adapters: list[Path], gate: Gate) -> None:
+    store = bounded(model, 1.5, adapters[0])
+    gate.open.set()
+    for number, adapter in enumerate(adapters, start=1):
+        store.load(AdapterId(number), adapter).result(TIMEOUT)
+    assert store.make_room(set) == [ONE, TWO]
+    gate.open.clear()
+    assert store.make_room(set, ONE) == [THREE]
+    first = store.reload(ONE)
+    assert first is not None
+    assert store.reload(TWO) is None
+    both = store.reload(TWO, beside=(ONE, TWO))  # one needs the other
+    assert both is not None
+    store.release(ONE)
+    gate.open.set()
+    with pytest.raises((AdapterError, CancelledError)):
+        first.result(TIMEOUT)
+    both.result(TIMEOUT)
+    assert held(store) == [2]
+    assert store.num_bytes == store.get(TWO).num_bytes
+    store.shutdown()

@@ -178,6 +178,62 @@ def test_adapters_that_never_fit_are_refused() -> None:
         SlotManager(2, 7, 8)
 
 
+def test_a_transient_slot_is_free_after_its_last_use() -> None:
+    slots, (a, b) = manager_with(0, 3)
+    load(slots, b)
+    for _ in range(5):
+        assignment = slots.assign(a, is_transient=True)
+        assert assignment is not None
+        assert assignment.rows == ()
+        slots.acquire(a)
+        slots.acquire(a)
+        slots.loaded(assignment.slot)
+        slots.release(a)
+        assert slots.is_ready(a)
+        slots.release(a)
+        assert slots.slot_of(a) is None
+        slots.check()
+    assert slots.is_ready(b)
+    assert slots.unload(a)
+
+
+def test_a_transient_slot_that_nobody_uses_any_more_is_free_once_it_is_loaded() -> None:
+    slots, (a,) = manager_with(0)
+    assignment = slots.assign(a, is_transient=True)
+    assert assignment is not None
+    slots.acquire(a)
+    slots.release(a)
+    assert slots.slot_of(a) == assignment.slot
+    slots.loaded(assignment.slot)
+    assert slots.slot_of(a) is None
+    assert slots.available == Room(2, 16)
+
+
+def test_what_an_adapter_needs_of_what_is_available() -> None:
+    slots, (absent, idle, used, loading) = manager_with(1, 2, 3, 4, num_slots=6)
+    load(slots, idle)
+    load(slots, used)
+    slots.acquire(used)
+    assert slots.assign(loading) is not None
+    pinned = AdapterId(9)
+    slots.register(pinned, 5, pinned=True)
+    load(slots, pinned)
+    needs = [slots.needs(one) for one in (absent, idle, used, loading, pinned)]
+    assert needs == [Room(1, 1), Room(1, 2), Room(), Room(), Room()]
+    assert slots.available == Room(2, 4)  # one is free, and the idle one's; two rows and its two
+    assert [slots.uses(one) for one in (absent, idle, used)] == [0, 0, 1]
+
+
+def test_pins_leave_what_is_reserved() -> None:
+    slots = SlotManager(6, 20, 8, reserved_slots=3, reserved_rows=12)
+    slots.register(AdapterId(1), 4, pinned=True)
+    with pytest.raises(PoolError, match="no room"):
+        slots.register(AdapterId(2), 5, pinned=True)  # rows
+    slots.register(AdapterId(2), 4, pinned=True)
+    with pytest.raises(PoolError, match="no room"):
+        slots.register(AdapterId(3), 0, pinned=True)  # slots
+
+
 class SlotMachine(RuleBasedStateMachine):
     """Against a model: what each adapter's rows hold, who uses it, who is to go."""
 
@@ -190,6 +246,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.loading: dict[AdapterId, Assignment] = {}
         self.uses: dict[AdapterId, int] = {}
         self.leaving: set[AdapterId] = set()
+        self.transient: set[AdapterId] = set()  # in their present slot
         self.row_owner: dict[int, AdapterId] = {}
         self.slot_owner: dict[int, AdapterId] = {}
 
@@ -209,13 +266,18 @@ class SlotMachine(RuleBasedStateMachine):
         self.uses[adapter_id] = 0
 
     @precondition(lambda self: self.ranks)
-    @rule(random=st.randoms(use_true_random=False))
-    def assign(self, random: random.Random) -> None:
+    @rule(random=st.randoms(use_true_random=False), is_transient=st.booleans())
+    def assign(self, random: random.Random, is_transient: bool) -> None:
         adapter_id = self.pick(random)
         if self.slots.slot_of(adapter_id) is not None or adapter_id in self.leaving:
             return
-        assignment = self.slots.assign(adapter_id)
+        has_room = self.slots.available.holds(self.slots.needs(adapter_id))
+        assignment = self.slots.assign(adapter_id, is_transient)
+        assert (assignment is not None) == has_room
         if assignment is not None:
+            self.transient.discard(adapter_id)
+            if is_transient:
+                self.transient.add(adapter_id)
             self.loading[adapter_id] = assignment
             self.slot_owner[assignment.slot] = adapter_id
             others = {row: one for row, one in self.row_owner.items() if one != adapter_id}
@@ -262,11 +324,15 @@ class SlotMachine(RuleBasedStateMachine):
             self.leaving.add(adapter_id)
         else:
             self.leaving.discard(adapter_id)
+            self.transient.discard(adapter_id)
             del self.ranks[adapter_id], self.uses[adapter_id]
 
     @invariant()
     def used_and_loading_ones_keep_what_they_have(self) -> None:
         self.slots.check()
+        for adapter_id in self.transient - self.leaving:
+            in_use = self.uses[adapter_id] > 0 or adapter_id in self.loading
+            assert (self.slots.slot_of(adapter_id) is not None) == in_use
         for adapter_id in self.ranks:
             if self.uses[adapter_id] or adapter_id in self.loading:
                 slot = self.slots.slot_of(adapter_id)

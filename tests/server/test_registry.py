@@ -207,7 +207,7 @@ def test_identical_bytes_are_a_no_op(toy: ToyServer, source: Path) -> None:
         False,
     )
     assert again["path"] == str(copy)  # the newest place of the bytes is where they are read again
-    assert list(toy.engine.paths.values()) == [str(copy)]
+    assert list(toy.engine.paths.values()) == [[str(copy)]]
     assert load(toy, "x", copy, load_inplace=True, pinned=True).json()["pinned"] is True
     assert len(toy.engine.pinned) == 1
     assert load(toy, "x", copy, load_inplace=True).json()["pinned"] is False
@@ -245,8 +245,10 @@ def test_two_names_of_the_same_bytes_share(toy: ToyServer, source: Path) -> None
     assert one["digest"] == two["digest"]
     assert len(toy.engine.adapters) == 1
     assert len(toy.engine.pinned) == 1
+    assert list(toy.engine.paths.values()) == [[one["path"], two["path"]]]
     assert unload(toy, "x").json()["freed_bytes"] == 0
-    assert list(toy.engine.paths.values()) == [two["path"]]
+    toy.call(settle(toy))
+    assert list(toy.engine.paths.values()) == [[two["path"]]]
     assert (shift(toy, "x"), shift(toy, "y")) == (-1, 3)
     assert unload(toy, "y").json()["freed_bytes"] > 0
     assert not toy.engine.adapters
@@ -330,7 +332,6 @@ def test_no_locks_are_kept(toy: ToyServer, source: Path) -> None:
     registry = toy.server.registry
     assert not registry._locks
     assert not registry._leases
-    assert not registry._retired
     assert not registry.catalog.hidden
     assert not registry._contents._contents
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,16 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 20) 
 class ServerProcess:
     """A running server: `http` asks it, `log` is what it has printed."""
 
-    def __init__(self, folder: Path, model: Path | None, *options: str, **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path | None,
+        *options: str,
+        command: Sequence[str] = _COMMAND,
+        **env: str,
+    ) -> None:
         self.log_file = folder / f"server-{time.monotonic_ns()}.log"
-        arguments = [*_COMMAND, *([] if model is None else [str(model)])]
+        arguments = [*command, *([] if model is None else [str(model)])]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*arguments, "--port", "0", *options],

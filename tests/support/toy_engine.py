@@ -39,10 +39,14 @@ GARBAGE = -12345
 
 @dataclass(frozen=True)
 class ToyAdapter:
-    """Adapter k adds k: to every KV entry, and to every token."""
+    """Adapter k adds k: to every KV entry, and to every token. A blend adds its weighted sum.
+
+    With an `invocation` it does so from the last occurrence in the prompt on.
+    """
 
     value: int
     rank: int = 1
+    invocation: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -91,15 +95,16 @@ class Collected:
         self.num_outputs += 1
 
 
-def solo(request: AddRequest, value: int, max_model_len: int) -> Collected:
-    """The oracle: what the request gives when it is alone."""
+def solo(request: AddRequest, value: int, max_model_len: int, start: int = 0) -> Collected:
+    """The oracle: what the request gives when it is alone; `start`: first token with `value`."""
     sampling = request.sampling
     result = Collected()
     tokens = list(request.prompt)
     scores: list[float | None] = [None]
     context = 0
     for position in range(max_model_len):
-        context = add_to_context(context, kv_entry(context, tokens[position], value), position)
+        own = value if position >= start else 0
+        context = add_to_context(context, kv_entry(context, tokens[position], own), position)
         if position + 1 < len(request.prompt):
             scores.append(float(context % 1000))
             continue
@@ -151,7 +156,9 @@ class ToyRunner:
         self._load_steps = load_steps
         self._kv = {block: [GARBAGE] * config.block_size for block in range(config.num_blocks)}
         self._rows = [GARBAGE] * config.num_rows
-        self._row_table: dict[Slot, tuple[int, ...]] = {}
+        # of each slot: rows and weight of each of its adapters, one unless it is a blend
+        self._row_table: dict[Slot, list[tuple[tuple[int, ...], int]]] = {}
+        self._parts: dict[Slot, set[Slot]] = {}
         self._loading: dict[Slot, tuple[SlotLoad, int]] = {}
         self._in_flight: deque[Step] = deque()
 
@@ -188,23 +195,45 @@ class ToyRunner:
         return StepResult(tuple(sampled), scores, loaded, load_errors=errors)
 
     def value_in(self, slot: Slot) -> int:
-        """What the kernels would read: the slot's rows, all of which must be one adapter's."""
+        """What the kernels would read: the slot's rows, where each list must be one adapter's."""
         if slot == 0:
             return 0
-        values = {self._rows[row] for row in self._row_table[slot]}
-        return values.pop() if len(values) == 1 else GARBAGE
+        total = 0
+        for rows, weight in self._row_table[slot]:
+            values = {self._rows[row] for row in rows}
+            if len(values) > 1 or GARBAGE in values:
+                return GARBAGE
+            total += weight * values.pop()
+        return total
 
     def _begin_loads(self, step: Step) -> None:
         in_use = {known.new.slot for known in self.known.values()}
+        in_use |= {part for slot in in_use for part in self._parts.get(slot, ())}
         for load in step.loads:
             assert 0 < load.slot < self.config.num_slots
             assert load.slot not in in_use, "a slot in use is overwritten"
             assert load.slot not in self._loading
-            assert len(load.rows) == self.host[load.adapter_id].rank
-            self._row_table[load.slot] = load.rows
+            self._parts[load.slot] = {part.slot for part in load.parts}
+            if load.parts:
+                self._begin_blend(load)
+            else:
+                assert len(load.rows) == self.host[load.adapter_id].rank
+                self._row_table[load.slot] = [(load.rows, 1)]
             for row in load.rows:
                 self._rows[row] = GARBAGE
             self._loading[load.slot] = (load, self._load_steps())
+
+    def _begin_blend(self, load: SlotLoad) -> None:
+        """As on a device, the rows are those that the parts have now."""
+        assert not load.rows
+        table = []
+        for part in load.parts:
+            ((rows, weight),) = self._row_table[part.slot]
+            assert (len(rows), weight) == (part.num_rows, 1)
+            table.append((rows, int(part.weight)))
+        assert sum(len(rows) for rows, _ in table) <= self.config.max_blend_rows
+        assert len({row for rows, _ in table for row in rows}) == sum(len(r) for r, _ in table)
+        self._row_table[load.slot] = table
 
     def _end_loads(self) -> tuple[tuple[Slot, ...], dict[Slot, str]]:
         loaded, errors = [], {}
@@ -231,6 +260,7 @@ class ToyRunner:
         assert len({chunk.seq_id for chunk in step.sequences}) == len(counts)
         slots = {known.new.slot for known in self.known.values()} - {Slot(0)}
         assert len(slots) <= config.max_loras
+        slots |= {part for slot in slots for part in self._parts[slot]}
         assert not slots & self._loading.keys(), "a slot is used before it is ready"
 
     def _compute(
@@ -254,9 +284,10 @@ class ToyRunner:
         for position in range(chunk.start):
             entry = self._kv[known.blocks[position // size]][position % size]
             context = add_to_context(context, entry, position)
-        value = self.value_in(known.new.slot)
         wants = known.new.sampling.prompt_logprobs is not None
         for position in range(chunk.start, end):
+            has_adapter = position >= known.new.adapter_start
+            value = self.value_in(known.new.slot) if has_adapter else 0
             entry = kv_entry(context, known.tokens[position], value)
             self._kv[known.blocks[position // size]][position % size] = entry
             context = add_to_context(context, entry, position)
@@ -298,13 +329,20 @@ class ToyEngine:
         self.requests: dict[str, AddRequest] = {}
         self.results: dict[str, Collected] = {}
         self.values: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
         self._next_adapter_id = 1
 
-    def add_adapter(self, value: int, rank: int = 1, pinned: bool = False) -> AdapterId:
+    def add_adapter(
+        self,
+        value: int,
+        rank: int = 1,
+        pinned: bool = False,
+        invocation: tuple[int, ...] = (),
+    ) -> AdapterId:
         adapter_id = AdapterId(self._next_adapter_id)
         self._next_adapter_id += 1
-        adapter = ToyAdapter(value, rank)
-        self.scheduler.add_adapter(adapter_id, adapter.digest, rank, pinned)
+        adapter = ToyAdapter(value, rank, invocation)
+        self.scheduler.add_adapter(adapter_id, adapter.digest, rank, pinned, invocation)
         self.runner.host[adapter_id] = adapter
         return adapter_id
 
@@ -314,15 +352,32 @@ class ToyEngine:
         prompt: list[int],
         adapter_id: int = 0,
         sampling: SamplingParams | None = None,
+        blend: tuple[tuple[int, float], ...] = (),
     ) -> None:
-        request = AddRequest(
-            request_id, prompt, sampling or SamplingParams(), adapter_id, eos_token_ids=(EOS,)
-        )
+        sampling = sampling or SamplingParams()
+        request = AddRequest(request_id, prompt, sampling, adapter_id, (EOS,), blend)
         self.scheduler.add(request)
         self.requests[request_id] = request
         self.results[request_id] = Collected()
-        adapter = self.runner.host.get(AdapterId(adapter_id))
-        self.values[request_id] = adapter.value if adapter else 0
+        self.values[request_id], self.starts[request_id] = self._effect(request)
+
+    def _effect(self, request: AddRequest) -> tuple[int, int]:
+        """What its adapters add to its tokens, and to which of them first."""
+        host = self.runner.host
+        if request.blend:
+            return sum(int(w) * host[AdapterId(id_)].value for id_, w in request.blend), 0
+        if request.adapter_id == 0:
+            return 0, 0
+        adapter = host[AdapterId(request.adapter_id)]
+        size = len(adapter.invocation)
+        starts = [
+            start
+            for start in range(len(request.prompt) - size + 1)
+            if tuple(request.prompt[start : start + size]) == adapter.invocation
+        ]
+        if not size:
+            return adapter.value, 0
+        return (adapter.value, starts[-1]) if starts else (0, 0)
 
     def abort(self, request_ids: list[str]) -> None:
         self._take(self.scheduler.abort(request_ids))
@@ -363,7 +418,12 @@ class ToyEngine:
         raise AssertionError("the engine does not come to an end")
 
     def expected(self, request_id: str) -> Collected:
-        return solo(self.requests[request_id], self.values[request_id], self.config.max_model_len)
+        return solo(
+            self.requests[request_id],
+            self.values[request_id],
+            self.config.max_model_len,
+            self.starts[request_id],
+        )
 
     def check_result(self, request_id: str) -> None:
         """Assert that the request ended, and exactly as it does alone (or before, if aborted)."""

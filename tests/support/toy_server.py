@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +51,8 @@ class ToyEngine:
         self.running: dict[str, AddRequest] = {}
         self.waiting: dict[str, AddRequest] = {}
         self.adapters: dict[int, int] = {}  # id → k
-        self.paths: dict[int, str] = {}  # where they are read again
+        self.vocab_sizes: dict[int, int] = {}
+        self.paths: dict[int, list[str]] = {}  # where they are read again
         self.pinned: set[int] = set()  # at most one
         self.peak_adapters = 0
         self.num_reads = 0
@@ -76,6 +77,7 @@ class ToyEngine:
             dtype="int",
             memory={"weights": 1, "kv_cache": 70},
             lora_row_bytes=100,
+            max_blend_rows=20,
         )
 
     @property
@@ -120,7 +122,7 @@ class ToyEngine:
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
         assert request.request_id not in self.running
-        assert request.adapter_id == 0 or request.adapter_id in self.adapters
+        assert _ids(request) <= self.adapters.keys()
         self.requests.append(request)
         finished = False
         self.waiting[request.request_id] = request
@@ -155,22 +157,33 @@ class ToyEngine:
         if digest not in (None, found):
             raise AdapterError("its files have changed")
         self.adapters[adapter_id] = values["k"]
-        self.paths[adapter_id] = path
+        self.vocab_sizes[adapter_id] = values.get("vocab_size", VOCAB_SIZE)
+        self.paths[adapter_id] = [path]
         self.peak_adapters = max(self.peak_adapters, len(self.adapters))
-        return AdapterLoaded(adapter_id, found, 8, ["q_proj"], 1024, {"read": 0.01, "check": 0.02})
+        return AdapterLoaded(
+            adapter_id,
+            found,
+            rank=8,
+            modules=["q_proj"],
+            num_bytes=1024,
+            seconds={"read": 0.01, "check": 0.02},
+            num_rows=8,
+            blendable=values.get("blendable", True),
+            vocab_size=values.get("vocab_size"),
+        )
 
-    async def update_adapter(self, adapter_id: int, path: str, pinned: bool) -> None:
+    async def update_adapter(self, adapter_id: int, paths: Sequence[str], pinned: bool) -> None:
         if pinned and len(self.pinned | {adapter_id}) > 1:
             raise AdapterError("pinning this adapter would leave no room for any other")
-        self.paths[adapter_id] = path
+        self.paths[adapter_id] = list(paths)
         (self.pinned.add if pinned else self.pinned.discard)(adapter_id)
 
     def unload_adapter(self, adapter_id: int) -> "asyncio.Future[AdapterUnloaded]":
-        assert not any(r.adapter_id == adapter_id for r in self.running.values())
+        assert not any(adapter_id in _ids(request) for request in self.running.values())
         del self.adapters[adapter_id], self.paths[adapter_id]
         self.pinned.discard(adapter_id)
         future: asyncio.Future[AdapterUnloaded] = asyncio.get_running_loop().create_future()
-        future.set_result(AdapterUnloaded(adapter_id, 1024, 2, 3))
+        future.set_result(AdapterUnloaded(adapter_id, 1024, num_rows=2, num_blocks=3))
         return future
 
     async def shutdown(self) -> None:
@@ -186,6 +199,7 @@ class ToyEngine:
     def _outputs(self, request: AddRequest) -> Iterator[RequestOutput]:
         sampling, prompt = request.sampling, request.prompt
         k = self.adapters.get(request.adapter_id, 0)
+        k += round(sum(weight * self.adapters[part] for part, weight in request.blend))
         scores: list[TokenLogprob | None] | None = None
         if sampling.prompt_logprobs is not None:
             scores = [None, *(_score(token, sampling.prompt_logprobs) for token in prompt[1:])]
@@ -197,7 +211,8 @@ class ToyEngine:
             if token == FAULT_ID:
                 yield RequestOutput(request.request_id, [], "error", error="NaN in the logits")
                 return
-            token = (token + k + _noise(sampling.seed, sampling.temperature, count)) % VOCAB_SIZE
+            size = self.vocab_sizes.get(request.adapter_id, VOCAB_SIZE)
+            token = (token + k + _noise(sampling.seed, sampling.temperature, count)) % size
             stops = (
                 *sampling.stop_token_ids,
                 *(() if sampling.ignore_eos else request.eos_token_ids),
@@ -242,6 +257,11 @@ def model_folder(folder: Path) -> Path:
         json.dumps({"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID]})
     )
     return folder
+
+
+def _ids(request: AddRequest) -> set[int]:
+    """Of the adapters that it runs on."""
+    return {request.adapter_id, *(part for part, _ in request.blend)} - {0}
 
 
 def adapter_folder(folder: Path, k: int = 0, **config: Any) -> Path:

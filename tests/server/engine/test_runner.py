@@ -358,6 +358,7 @@ def test_worst_pass_fits_the_model(files: Files) -> None:
     """What is measured on CUDA runs here: every token with an adapter, all ways to sample."""
     engine = StepEngine(files.model, max_num_seqs=5, max_num_batched_tokens=40)
     engine.runner._worst_pass()
+    assert engine.runner.pool.vocabularies.num_bytes == 0
     arrays = memory.worst_arrays(engine.settings, engine.runner.config)
     assert np.diff(arrays.query_starts).tolist() == [1, 1, 1, 1, 36]
     assert arrays.context_lens.tolist() == [512] * 5

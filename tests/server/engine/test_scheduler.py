@@ -403,19 +403,21 @@ def test_rows_freed_for_a_large_adapter_are_not_taken_by_those_behind_it() -> No
     finish(engine)
 
 
-def test_a_yielding_adapter_starts_nothing_new() -> None:
-    config = replace(CONFIG, max_loras=1, adapter_wait_limit=2.0, adapter_quantum=1000.0)
+def test_an_adapter_has_its_whole_turn() -> None:
+    """Until the end of its turn it starts what comes; then all of it stops for who is overdue."""
+    config = replace(CONFIG, max_loras=1, adapter_wait_limit=2.0, adapter_quantum=20.0)
     engine, (a, b) = engine_with(5, 11, config=config)
     engine.add("a1", sound_prompt(5, 4), a, LONG)
     engine.step()
     engine.add("b", sound_prompt(11, 4), b, LONG)
-    for _ in range(4):
+    for _ in range(5):
         engine.step()
-    engine.add("a2", prompt_of(4), a)
-    started = []
-    while engine.scheduler.has_work:
-        started += [new.seq_id for new in engine.step().new]
-    assert started == [1, 2]
+    engine.add("a2", sound_prompt(5, 5), a, LONG)
+    assert [new.seq_id for new in engine.step().new] == [2]
+    while not (step := engine.step()).new:
+        assert not step.released
+    assert (step.released, [new.seq_id for new in step.new]) == ((0, 2), [1])
+    assert 20 <= engine.now <= 23
     finish(engine)
 
 
@@ -698,6 +700,8 @@ class Workload:
         max_model_len = generator.randint(12, 40)
         num_blocks = -(-max_model_len // block_size) + generator.choice([0, 1, 5, 30])
         max_rank = generator.randint(1, 4)
+        num_rows = max_rank + generator.randint(0, 6)
+        max_blend = generator.choice([0, 2, 3])
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -705,9 +709,11 @@ class Workload:
             max_num_seqs=generator.randint(1, 8),
             max_num_batched_tokens=generator.choice([1, 3, 8, 20]),
             max_loras=generator.randint(1, 3),
-            num_slots=generator.randint(2, 5),
-            num_rows=max_rank + generator.randint(0, 6),
+            num_slots=generator.randint(2, 5) + max_blend,
+            num_rows=num_rows,
             max_lora_rank=max_rank,
+            max_blend=max_blend,
+            max_blend_rows=min(num_rows, 2 * max_rank),
             enable_prefix_caching=generator.random() < 0.8,
             adapter_wait_limit=generator.choice([0.0, 5.0, 30.0]),
             adapter_quantum=generator.choice([1.0, 5.0, 20.0]),
@@ -726,7 +732,8 @@ class Workload:
         rank = self.random.randint(1, self.engine.config.max_lora_rank)
         try:
             pinned = self.random.random() < 0.1
-            self.live.append(self.engine.add_adapter(value, rank, pinned))
+            invocation = self.random.choice([(), (), (), (2,), (1, 3)])
+            self.live.append(self.engine.add_adapter(value, rank, pinned, invocation))
         except PoolError:
             assert pinned
 
@@ -751,7 +758,21 @@ class Workload:
             prompt_logprobs=draw.choice([None, None, None, 0]),
         )
         name = f"r{len(self.engine.requests)}"
-        self.engine.add(name, prompt, draw.choice(self.live), sampling)
+        blend = self.blend() if draw.random() < 0.3 else ()
+        if blend:
+            self.engine.add(name, prompt, 0, sampling, blend)
+        else:
+            self.engine.add(name, prompt, draw.choice(self.live), sampling)
+
+    def blend(self) -> tuple[tuple[int, float], ...]:
+        """Few different weights, so that the same sum is asked for again; () if none is possible"""
+        config, host = self.engine.config, self.engine.runner.host
+        possible = [one for one in self.live[1:] if not host[one].invocation]
+        count = min(len(possible), self.random.randint(1, 3), config.max_blend)
+        chosen = sorted(self.random.sample(possible, count))
+        if sum(host[one].rank for one in chosen) > config.max_blend_rows:
+            return ()
+        return tuple((int(one), self.random.choice([-2.0, 3.0])) for one in chosen)
 
     def abort(self) -> None:
         unfinished = [
@@ -855,6 +876,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def unload(self) -> None:
+        self.workload.unload()
+
+    @rule()
+    def swap(self) -> None:
+        """A new version takes the place of an old one, whose requests go on."""
+        self.workload.load()
         self.workload.unload()
 
     @rule()

@@ -1,0 +1,18 @@
+"""A short run of `tests/churn.py`; the long one is a command."""
+
+from pathlib import Path
+
+import pytest
+
+from churn import FAULTS, Churn, check
+
+
+@pytest.mark.timeout(150)
+def test_churn(tmp_path: Path) -> None:
+    """C02, C03, C11: hundreds of changes under traffic, and nothing of them is left."""
+    with Churn(tmp_path) as churn:
+        sizes = [churn.round(5) for _ in range(3)]
+    check(sizes, max_growth=64 * 2**20)
+    kinds = {outcome.partition(":")[0] for outcome in churn.outcomes}
+    assert kinds >= {f"load with fault {fault}" for fault in FAULTS} | {"upload", "unload"}
+    assert churn.outcomes["request: 200"] > 20
