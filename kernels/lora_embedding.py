@@ -61,7 +61,8 @@ def embedding_lora(y: Tensor, token_ids: Tensor, a: Tensor, b: Tensor, rank_rows
     """Semantics: y[t] = y[t] · (1 + b[magnitudes[t]]) + Σ_j h_j · b[rows[j]], h_j = scales[j] ·
     a[rows[j], token_ids[t]] + offsets[j], for j in the token's own range; in place.
 
-    y: (T, out); token_ids: (T,) int64; a: (rows, vocab); b: (rows, out). float32 sums, rounded once.
+    y: (T, out); token_ids: (T,) int64; a: (rows, vocab); b: (rows, out). Sums are float32, rounded
+    once.
     """
     assert y.stride(1) == a.stride(1) == b.stride(1) == 1
     assert token_ids.is_contiguous()

@@ -275,8 +275,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
 
     if bias is not None:
-        if split == 0:
-            total += tl.load(bias + n, mask=in_slice, other=0.0).to(tl.float32)[:, None]
+        values = tl.load(bias + n, mask=in_slice & (split == 0), other=0.0)
+        total += values.to(tl.float32)[:, None]
     if tl.max(magnitude, 0) >= 0:
         at = b + magnitude.to(tl.int64)[None, :] * b_row_stride + n[:, None]
         mask = (magnitude >= 0)[None, :] & in_slice[:, None]
@@ -325,9 +325,10 @@ def lora_linear(
 
     x: (T, in), T up to MAX_TOKENS; weight: (out, in); bias: (out,) or None; a: (slices, rows, in);
     b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are equal;
-    arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, for each
-    ROWS_AT_ONCE rows of the list and slice one. The list has room for MIN_ROOM rows. Returns y (T, out) of x's dtype, or its parts (splits, T, out) in float32,
-    to be summed up by whoever reads them next. Sums are float32.
+    arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, one for
+    each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
+    (T, out) of x's dtype, or its parts (splits, T, out) in float32, to be summed up by whoever
+    reads them next. Sums are float32.
     """
     num_tokens, input_size = x.shape
     output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)

@@ -94,8 +94,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) -> Tensor:
-    """Semantics: for a pair of tiles, h[:, i, pair, m, r] sums to scales[j] · a[i, rows[j]] · x[t] +
-    offsets[j], t and j the m-th token and the r-th rank row of the tiles; 0 if t does not own j.
+    """Semantics: for a pair of tiles, h[:, i, pair, m, r] sums to scales[j] · a[i, rows[j]] · x[t]
+    + offsets[j], t and j the m-th token and the r-th rank row of the tiles; 0 if t does not own j.
 
     x: (T, in); a: (slices, rows, in), of x's dtype; counters: int32 zeros, left as zeros. Returns
     `empty_h`, filled for all pairs of tiles that share anything. Sums are float32.

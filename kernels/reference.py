@@ -17,8 +17,8 @@ def add_lora(
     slice_sizes: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """y[t] · (1 + b[magnitudes[t]]) + Σ_j (scales[j] · a[rows[j]] · x[t] + offsets[j]) · b[rows[j]],
-    j in the token's own range, slice by slice: (T, out) in `dtype`."""
+    """y[t] · (1 + b[magnitudes[t]]) + Σ_j h_j · b[rows[j]], h_j = scales[j] · a[rows[j]] · x[t] +
+    offsets[j], j in the token's own range, slice by slice: (T, out) in `dtype`."""
     total = y.to(dtype, copy=True)
     for token in range(len(y)):
         magnitude = int(rank_rows.magnitudes[token])

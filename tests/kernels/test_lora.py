@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.kernels import activation, reference
+from lorakeet.kernels import lora_linear as decode
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
@@ -45,6 +46,11 @@ def expanded(case: LoRACase) -> Tensor:
     y = case.y.clone()
     sgemm_lora_b(y, delta_of(case), case.slice_sizes)
     return y
+
+
+def bits(values: Tensor) -> Tensor:
+    """Of which negative zeros have others than positive ones."""
+    return values.view(torch.int32 if values.dtype.itemsize == 4 else torch.int16)
 
 
 def assert_y_close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -92,14 +98,82 @@ def test_one_adapter_of_many_tokens_and_rows(device: str, dtype: torch.dtype) ->
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.parametrize("ranks", [(64, 64), (65, 200), (3, 126, 70), (128,)])
+def test_a_token_with_several_tiles_of_rows(
+    ranks: tuple[int, ...], device: str, dtype: torch.dtype
+) -> None:
+    slots = [*range(len(ranks) + 1), len(ranks), 0, 1]
+    case = lora_case(slots, ranks, room=300, slice_sizes=(21, 9, 9), device=device, dtype=dtype)
+    assert_y_close(linear(case), case.exact_linear(), dtype)
+    assert_y_close(expanded(case), case.exact(), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [129, 192, 200, 256, 513])
+def test_passes_past_those_of_decode(num_tokens: int, device: str, dtype: torch.dtype) -> None:
+    slots = popularity("with_base", num_tokens, len(RANKS))
+    case = lora_case(slots, RANKS, slice_sizes=(9, 5, 5), device=device, dtype=dtype)
+    assert_y_close(expanded(case), case.exact(), dtype)
+
+
+@pytest.mark.parametrize("slice_sizes", [(130,), (3, 2, 2), (128, 64, 64), (200, 129, 129), (1, 1)])
+def test_slices_narrower_and_wider_than_a_tile(
+    slice_sizes: tuple[int, ...], device: str, dtype: torch.dtype
+) -> None:
+    slots = popularity("with_base", 9, len(RANKS))
+    case = lora_case(slots, RANKS, slice_sizes=slice_sizes, device=device, dtype=dtype)
+    assert_y_close(linear(case), case.exact_linear(), dtype)
+    assert_y_close(expanded(case), case.exact(), dtype)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 128])
+def test_however_many_programs_share_a_shrink(
+    programs: int, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_SHRINK_PROGRAMS", programs)
+    slots, sizes = popularity("uniform", 9, len(RANKS)), (9, 5, 5)
+    case = lora_case(slots, RANKS, input_size=1100, slice_sizes=sizes, device=device, dtype=dtype)
+    assert_y_close(linear(case), case.exact_linear(), dtype)
+
+
+def test_without_a_bias(device: str, dtype: torch.dtype) -> None:
+    case = lora_case([3, 0, 1], RANKS, device=device, dtype=dtype)
+    args = (case.rank_rows, case.slice_sizes, case.arrivals, case.counters)
+    y = lora_linear(case.x, case.weight, None, case.a, case.b, *args)
+    y = y.sum(0) if y.dim() == 3 else y
+    without = replace(case, bias=torch.zeros_like(case.bias))
+    assert_y_close(y, without.exact_linear(), dtype)
+
+
+def test_what_a_slot_lists_beside_its_rows_counts(device: str, dtype: torch.dtype) -> None:
+    """Or else agreement with the reference would say little: each of them moves every token that
+    has it, by more than what is taken for equal."""
+    case = lora_case([1, 2, 3], (8, 8, 8), device=device, dtype=dtype)
+    listed = case.rank_rows
+    plain = {
+        "scales": torch.ones_like(listed.scales),
+        "offsets": torch.zeros_like(listed.offsets),
+        "magnitudes": torch.full_like(listed.magnitudes, -1),
+    }
+    for name, values in plain.items():
+        other = replace(case, rank_rows=replace(listed, **{name: values}))
+        owners = [2] if name == "magnitudes" else [0, 1, 2]
+        for exact, changed in (
+            (case.exact(), other.exact()),
+            (case.exact_linear(), other.exact_linear()),
+        ):
+            moved = (exact - changed).abs().amax(1)
+            assert (moved[owners] > 0.1).all(), name
+
+
 def test_base_rows_are_bit_for_bit_the_base_layers(device: str, dtype: torch.dtype) -> None:
     slots = [0, 1, 0, 2, 3]
     case = lora_case(slots, (8, 5, 4), device=device, dtype=dtype)
     bases = [token for token, slot in enumerate(slots) if slot == 0]
-    assert torch.equal(expanded(case)[bases], case.y[bases])
+    case.y[bases, ::5] = -0.0
+    assert torch.equal(bits(expanded(case)[bases]), bits(case.y[bases]))
     other = lora_case([0] * len(slots), (8, 5, 4), device=device, dtype=dtype)
     alone = replace(case, rank_rows=other.rank_rows)
-    assert torch.equal(linear(case)[bases], linear(alone)[bases])
+    assert torch.equal(bits(linear(case)[bases]), bits(linear(alone)[bases]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -125,10 +199,11 @@ def test_a_row_is_the_same_whoever_its_neighbours_are(device: str, dtype: torch.
             )
 
 
+@pytest.mark.parametrize("size", [19, 300])
 @pytest.mark.parametrize("name", POPULARITIES)
-def test_silu_mul_adds_the_delta(name: str, device: str, dtype: torch.dtype) -> None:
+def test_silu_mul_adds_the_delta(name: str, size: int, device: str, dtype: torch.dtype) -> None:
     slots = popularity(name, 70, len(RANKS))
-    case = lora_case(slots, RANKS, slice_sizes=(150, 150), device=device, dtype=dtype)
+    case = lora_case(slots, RANKS, slice_sizes=(size, size), device=device, dtype=dtype)
     result = activation.silu_mul(case.y, delta_of(case), dtype)
     exact = reference.silu_mul(case.exact(), dtype=torch.float64)
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-7}[dtype]
@@ -150,6 +225,11 @@ def test_non_contiguous_input(device: str, dtype: torch.dtype) -> None:
     case = lora_case([1, 2, 0], (8, 5), device=device, dtype=dtype)
     wide = torch.full((3, 50), torch.nan, device=device, dtype=dtype)
     wide[:, :40] = case.x
+    wide_y = torch.full((3, 30), torch.nan, device=device, dtype=dtype)
+    wide_y[:, :24] = case.y
     view = replace(case, x=wide[:, :40])
+    sgemm_lora_b(wide_y[:, :24], delta_of(view), view.slice_sizes)
+    assert torch.equal(wide_y[:, :24], expanded(case))
+    assert wide_y[:, 24:].isnan().all()
     assert torch.equal(linear(view), linear(case))
     assert torch.equal(expanded(view), expanded(case))
