@@ -275,8 +275,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
 
     if bias is not None:
-        values = tl.load(bias + n, mask=in_slice & (split == 0), other=0.0)
-        total += values.to(tl.float32)[:, None]
+        values = tl.load(bias + n, mask=in_slice, other=0.0).to(tl.float32)
+        total += tl.where(split == 0, values, 0.0)[:, None]
     if tl.max(magnitude, 0) >= 0:
         at = b + magnitude.to(tl.int64)[None, :] * b_row_stride + n[:, None]
         mask = (magnitude >= 0)[None, :] & in_slice[:, None]

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from lorakeet.kernels import lora_expand, lora_shrink, reference
+from lorakeet.kernels import activation, reference
+from lorakeet.kernels.delta import Delta
+from lorakeet.kernels.lora_embedding import embedding_lora
+from lorakeet.kernels.lora_expand import sgemm_lora_b
+from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
+from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.kernels.paged_attention import paged_attention
-from lorakeet.kernels.segments import Segments, build_segments
-from support.lora_cases import POPULARITIES, lora_case, pad_segments, popularity
+from lorakeet.kernels.rank_rows import RankRows
+from support.lora_cases import POPULARITIES, LoRACase, lora_case, popularity
 from support.paged_cases import paged_case
 
 pytestmark = pytest.mark.gpu
@@ -22,46 +27,77 @@ def cuda() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def write_segments(static: Segments, new: Segments) -> None:
-    for name in ("permutation", "starts", "lengths", "weight_indices", "scalings"):
+def linear(case: LoRACase) -> torch.Tensor:
+    y = lora_linear(
+        case.x,
+        case.weight,
+        case.bias,
+        case.a,
+        case.b,
+        case.rank_rows,
+        case.slice_sizes,
+        case.arrivals.zero_(),
+        case.counters,
+    )
+    return y.sum(0).to(case.x.dtype) if y.dim() == 3 else y
+
+
+def add_delta(y: torch.Tensor, case: LoRACase) -> torch.Tensor:
+    """In place."""
+    h = sgemm_lora_a(case.x, case.a, case.rank_rows, case.counters)
+    sgemm_lora_b(y, Delta(h, case.b, case.rank_rows), case.slice_sizes)
+    return y
+
+
+def copy_rank_rows(static: RankRows, new: RankRows) -> None:
+    for name in ("order", "first", "last", "magnitudes", "count", "rows", "scales", "offsets"):
         getattr(static, name).copy_(getattr(new, name))
 
 
-def test_one_graph_serves_every_mix_of_adapters() -> None:
-    num_tokens, ranks = 24, [1, 8, 64, 17, 3]
-    case = lora_case(
-        [1] * num_tokens,
-        ranks,
-        input_size=512,
-        slice_sizes=(256, 64, 64),
-        block=16,
-        static=True,
-        device="cuda",
-        dtype=torch.bfloat16,
-    )
+@pytest.mark.parametrize("num_tokens", [24, MAX_TOKENS, 200])
+def test_one_graph_serves_every_mix_of_adapters(num_tokens: int) -> None:
+    ranks = [1, 8, 64, 17, 3]
+
+    def case_of(slots: list[int]) -> LoRACase:
+        return lora_case(
+            slots,
+            ranks,
+            input_size=512,
+            slice_sizes=(256, 64, 64),
+            room=len(ranks) * max(ranks),
+            device="cuda",
+            dtype=torch.bfloat16,
+        )
+
+    case = case_of([0] * num_tokens)
     y = case.y.clone()
 
-    def step() -> None:
-        y.copy_(case.y)
-        h = lora_shrink.sgemm_lora_a(case.x, case.a, *case.block_args)
-        lora_expand.qkv_lora_b(h, case.b, *case.block_args, y, 256, 64)
+    def step() -> torch.Tensor | None:
+        add_delta(y.copy_(case.y), case)
+        return linear(case) if num_tokens <= MAX_TOKENS else None
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        decoded = step()
     for name in POPULARITIES:
-        slots = np.array(popularity(name, num_tokens, len(ranks)), dtype=np.int32)
-        segments = pad_segments(build_segments(slots, 16, "cuda"), num_tokens, 16, "cuda")
-        write_segments(case.segments, segments)
-        graph.replay()
-        replayed = y.clone()
-        step()
-        assert torch.equal(replayed, y), name
-        exact = case.y.double()
-        h = reference.sgemm_lora_a(case.x, case.a, *case.block_args, dtype=torch.float64)
-        reference.qkv_lora_b(h, case.b, *case.block_args, exact, 256, 64, dtype=torch.float64)
-        torch.testing.assert_close(replayed.double(), exact, rtol=2**-8, atol=4e-3)
+        copy_rank_rows(case.rank_rows, case_of(popularity(name, num_tokens, len(ranks))).rank_rows)
+        for _ in range(3):
+            graph.replay()
+            assert_close(y, case.exact())
+            if decoded is not None:
+                assert_close(decoded, case.exact_linear())
+        assert not case.counters.any()
+
+
+def assert_close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Within what `found` can hold, and what h is rounded to on its way."""
+    rtol, atol = {
+        torch.float32: (1e-5, 3e-5),
+        torch.bfloat16: (2**-8, 8e-3),
+        torch.float16: (2**-10, 8e-3),
+    }[found.dtype]
+    torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=atol)
 
 
 def test_one_graph_serves_every_batch_of_decodes() -> None:
@@ -89,27 +125,60 @@ def test_one_graph_serves_every_batch_of_decodes() -> None:
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 64, 700])
-def test_layers_of_an_8b_model(num_tokens: int, device: str, dtype: torch.dtype) -> None:
-    ranks = [8, 16, 64, 32, 12]
+@pytest.mark.parametrize(
+    ("input_size", "slice_sizes"),
+    [(4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,)), (4096, (14336, 14336))],
+    ids=["qkv", "o", "down", "gate_up"],
+)
+@pytest.mark.parametrize("num_tokens", [1, 16, 33, 64, 128, 256, 700])
+def test_layers_of_an_8b_model(
+    num_tokens: int,
+    input_size: int,
+    slice_sizes: tuple[int, ...],
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Adapters enough for lists of several tiles, at every size of a tile of tokens."""
+    ranks = [8, 16, 64, 32, 12, 100, 64, 1]
     case = lora_case(
-        popularity("uniform", num_tokens, len(ranks)),
+        popularity("with_base", num_tokens, len(ranks)),
         ranks,
-        input_size=4096,
-        slice_sizes=(4096, 1024, 1024),
-        block=16 if num_tokens <= 64 else 64,
+        input_size=input_size,
+        slice_sizes=slice_sizes,
+        room=sum(ranks),
         device=device,
         dtype=dtype,
     )
-    h = lora_shrink.sgemm_lora_a(case.x, case.a, *case.block_args)
-    exact_h = reference.sgemm_lora_a(case.x, case.a, *case.block_args, dtype=torch.float64)
-    torch.testing.assert_close(h.double().sum(0), exact_h[0], rtol=1e-5, atol=2e-5, equal_nan=True)
-    y, exact = case.y.clone(), case.y.double()
-    lora_expand.qkv_lora_b(h, case.b, *case.block_args, y, 4096, 1024)
-    reference.qkv_lora_b(exact_h, case.b, *case.block_args, exact, 4096, 1024, torch.float64)
-    rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    atol = 2e-5 if dtype == torch.float32 else 8e-3
-    torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=atol)
+    exact = case.exact()
+    assert_close(add_delta(case.y.clone(), case), exact)
+    if num_tokens <= MAX_TOKENS:
+        assert_close(linear(case), case.exact_linear())
+        assert not case.counters.any()
+    if len(slice_sizes) == 2:
+        h = sgemm_lora_a(case.x, case.a, case.rank_rows, case.counters)
+        found = activation.silu_mul(case.y, Delta(h, case.b, case.rank_rows), dtype)
+        eps = torch.finfo(dtype).eps
+        tolerance = 1e-4 if dtype == torch.float32 else max(4 * eps, 2**-7)
+        want = reference.silu_mul(exact, torch.float64)
+        torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_the_embedding_of_an_8b_model(device: str, dtype: torch.dtype) -> None:
+    ranks = [8, 16, 64, 32, 12]
+    case = lora_case(
+        popularity("with_base", 300, len(ranks)),
+        ranks,
+        input_size=30_000,
+        slice_sizes=(4096,),
+        room=sum(ranks) + 64,
+        device=device,
+        dtype=dtype,
+    )
+    a = case.a[0] * 30_000**0.5  # one input of many is not small
+    y = case.y.clone()
+    embedding_lora(y, case.token_ids, a, case.b, case.rank_rows)
+    args = (case.token_ids, a, case.b, case.rank_rows)
+    assert_close(y, reference.embedding_lora(case.y, *args, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("window", [None, 1000])
@@ -138,43 +207,57 @@ def needs_memory(gigabytes: int) -> None:
         pytest.skip(f"needs {gigabytes} GB of free GPU memory")
 
 
+def far(*shape: int) -> torch.Tensor:
+    assert np.prod(shape) > 2**31
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
 def test_lora_offsets_past_32_bits() -> None:
     """Every tensor has over 2^31 elements, and only its far end holds numbers."""
     needs_memory(30)
     num_rows, num_tokens, input_size, size = 17_000, 33_000, 66_000, 66_000
-    weight_indices = np.zeros(num_tokens, dtype=np.int32)
-    weight_indices[-5:] = [1, 2, 1, 1, 2]
+    slots = [1, 2, 1, 1, 2]
     small = lora_case(
-        weight_indices[-5:].tolist(),
+        slots,
         [3, 20],
         input_size=input_size,
         slice_sizes=(size, size),
-        block=16,
         device="cuda",
         dtype=torch.bfloat16,
     )
-    segments = build_segments(weight_indices, 16, "cuda")
-    assert segments is not None
+    listed = lora_case([0] * (num_tokens - 5) + slots, [3, 20], device="cuda").rank_rows
     shift = num_rows - small.a.shape[1]
-
-    def far(*shape: int) -> torch.Tensor:
-        assert np.prod(shape) > 2**31
-        return torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-
     a, b = far(2, num_rows, input_size), far(num_rows, 2 * size)
     x, y = far(num_tokens, input_size), far(num_tokens, 2 * size)
     a[:, shift:], b[shift:], x[-5:], y[-5:] = small.a, small.b, small.x, small.y
-    table = small.row_table + shift
-    h = lora_shrink.sgemm_lora_a(x, a, segments, small.ranks, table)
-    lora_expand.gate_up_lora_b(h, b, segments, small.ranks, table, y)
-
-    near = replace(small, segments=replace(small.segments, scalings=segments.scalings))
-    exact_h = reference.sgemm_lora_a(near.x, near.a, *near.block_args, dtype=torch.float64)
-    exact = near.y.double()
-    reference.gate_up_lora_b(exact_h, near.b, *near.block_args, exact, torch.float64)
-    torch.testing.assert_close(h.double().sum(0), exact_h[0], rtol=1e-4, atol=1e-4, equal_nan=True)
-    torch.testing.assert_close(y[-5:].double(), exact, rtol=2**-8, atol=8e-3)
+    rank_rows = replace(listed, rows=small.rank_rows.rows + shift)
+    for name in ("scales", "offsets"):
+        getattr(rank_rows, name).copy_(getattr(small.rank_rows, name))
+    add_delta(y, replace(small, x=x, a=a, b=b, y=y, rank_rows=rank_rows))
+    torch.testing.assert_close(y[-5:].double(), small.exact(), rtol=2**-8, atol=8e-3)
     assert y[:-5].isnan().all()
+
+
+def test_decode_offsets_past_32_bits() -> None:
+    """Pool and layer have over 2^31 elements, of which only the far end holds numbers."""
+    needs_memory(30)
+    num_rows, input_size, size = 36_000, 30_000, 36_000
+    small = lora_case(
+        [1, 2, 0, 1, 2, 3],
+        [3, 20, 8],
+        input_size=input_size,
+        slice_sizes=(size, size),
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    shift = num_rows - small.a.shape[1]
+    a, b = far(2, num_rows, input_size), far(num_rows, 2 * size)
+    a[:, shift:], b[shift:] = small.a, small.b
+    assert small.weight.numel() > 2**31
+    small.rank_rows.rows.add_(shift)
+    small.rank_rows.magnitudes[small.rank_rows.magnitudes >= 0] += shift
+    moved = replace(small, a=a, b=b)
+    assert_close(linear(moved), moved.exact_linear())
 
 
 def test_cache_offsets_past_32_bits() -> None:
