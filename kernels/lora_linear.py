@@ -34,6 +34,7 @@ class _Tiles:
     warps: int
     shrink_inputs: int
     shrink_stages: int
+    expand_stages: int = 3
 
 
 def _tiles(block_m: int, output_size: int, itemsize: int) -> _Tiles:
@@ -397,7 +398,7 @@ def lora_linear(
         EVEN_K=input_size % max(tiles.inputs, tiles.shrink_inputs) == 0,
         STAGES=tiles.stages,
         SHRINK_STAGES=tiles.shrink_stages,
-        EXPAND_STAGES=3,
+        EXPAND_STAGES=tiles.expand_stages,
         num_warps=tiles.warps,
     )
     return y

@@ -45,7 +45,7 @@ class RankRows:
     width: int  # the most rows that a token can own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankRowArrays:
     """`RankRows` on the host."""
 

@@ -141,8 +141,9 @@ class StaticRankRows:
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """`slots`: (num_tokens,). In front, zeros for the arrivals of every layer."""
         lists = list_by_group(slots, self._pool, self._groups)
-        packed = [pack(lists[group], self._room) for group in self._groups]
-        return np.concatenate([np.zeros(self._arrivals_size, np.int32), *packed])
+        packed = {id(arrays): pack(arrays, self._room) for arrays in set(lists.values())}
+        by_group = [packed[id(lists[group])] for group in self._groups]
+        return np.concatenate([np.zeros(self._arrivals_size, np.int32), *by_group])
 
     def batch(self, values: Tensor, slots: Tensor) -> LoRABatch:
         """The views of a buffer that `pack` has filled."""
