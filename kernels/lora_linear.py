@@ -7,7 +7,6 @@ LoRA costs its bytes: no launch, and no second pass over y.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from lorakeet.kernels.lora_tiles import h_form, precision, shrink_tile, store_h, sum_parts
 from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.tiles import linear_tiles
 
 MAX_TOKENS = 128
 MAX_SPLITS = 4
@@ -24,29 +24,6 @@ MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
 _SHRINK_PROGRAMS = 128
 _SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
 _PROGRAMS = 96  # what fills most of a GPU
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    outputs: int
-    inputs: int
-    stages: int
-    warps: int
-    shrink_inputs: int
-    shrink_stages: int
-    expand_stages: int = 3
-
-
-def _tiles(block_m: int, output_size: int, itemsize: int) -> _Tiles:
-    """By measurement on an H200; two programs of up to 64 tokens fit on a multiprocessor."""
-    is_wide = output_size >= 16384
-    if itemsize > 2:
-        return _Tiles(64, 32, 3, 4, 32, 3)
-    if block_m <= 32:
-        return _Tiles(64, 128, 4, 4, 128, 3)
-    if block_m <= 64:
-        return _Tiles(128, 64, 4, 8, 128, 3) if is_wide else _Tiles(64, 64, 6, 4, 128, 3)
-    return _Tiles(128, 64, 5, 8, 64, 5)
 
 
 @triton.jit
@@ -340,7 +317,7 @@ def lora_linear(
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
     assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
     block_m = max(16, triton.next_power_of_2(num_tokens))
-    tiles = _tiles(block_m, output_size, x.itemsize)
+    tiles = linear_tiles(block_m, output_size, x.itemsize)
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
     splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))

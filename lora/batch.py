@@ -64,7 +64,7 @@ def build_lora_batch(
     Returns None when no row has an adapter that changes any of them: the pass then does no LoRA
     work at all.
     """
-    groups = pool.touched(np.unique(slots).tolist(), groups)
+    groups = pool.tables.touched(np.unique(slots).tolist(), groups)
     if not groups:
         return None
     if pool.device.type != "cuda":
@@ -78,7 +78,7 @@ def full_lora_batch(
     """As if every slot listed as many rows as it can: the most memory that a pass takes."""
     if pool.device.type != "cuda":
         return LoRABatch(torch.from_numpy(slots))
-    width = pool.table_width
+    width = pool.tables.width
     full = SlotRows(
         np.zeros(width, np.int32), np.zeros(width, np.float32), np.zeros(width, np.float32), -1
     )
@@ -96,7 +96,7 @@ def _upload(
             room = max(len(arrays.rows), MIN_ROOM)
             packed = torch.from_numpy(pack(arrays, room)).pin_memory()
             packed = packed.to(pool.device, non_blocking=True)
-            on_device[id(arrays)] = unpack(packed, len(slots), room, pool.table_width)
+            on_device[id(arrays)] = unpack(packed, len(slots), room, pool.tables.width)
     return LoRABatch(
         torch.from_numpy(slots),
         {group: on_device[id(arrays)] for group, arrays in lists.items()},
@@ -117,9 +117,9 @@ def list_by_group(
     lists: dict[Hashable, RankRowArrays] = {}
     by_group = {}
     for group in groups:
-        key = tuple(pool.num_listed(slot, group) for slot in distinct)
+        key = pool.tables.num_listed(distinct, group)
         if key not in lists:
-            lists[key] = list_rank_rows(slots, partial(pool.slot_rows, group))
+            lists[key] = list_rank_rows(slots, partial(pool.tables.slot_rows, group))
         by_group[group] = lists[key]
     return by_group
 
@@ -135,7 +135,7 @@ class StaticRankRows:
         self._pool = pool
         self._groups = body_groups(pool) if pool.device.type == "cuda" else []
         self._num_tokens = num_tokens
-        self._room = max(num_adapters * pool.table_width, MIN_ROOM)
+        self._room = max(num_adapters * pool.tables.width, MIN_ROOM)
         self._size = packed_size(num_tokens, self._room)
 
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -149,7 +149,7 @@ class StaticRankRows:
         """The views of a buffer that `pack` has filled."""
         parts = torch.split(values[self._arrivals_size :], self._size)
         rank_rows = {
-            group: unpack(part, self._num_tokens, self._room, self._pool.table_width)
+            group: unpack(part, self._num_tokens, self._room, self._pool.tables.width)
             for group, part in zip(self._groups, parts, strict=True)
         }
         return LoRABatch(slots, rank_rows, values[: self._pool.num_layers])

@@ -94,8 +94,8 @@ class _Work:
 def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
     """The pass's plan for a layer like this one; None when no row's adapter changes it."""
     work = batch.cached("work", lambda: _get_work(batch.slots.numpy()))
-    run_ranks = weights.host_ranks[work.runs.slots]
-    ranks = weights.host_ranks[work.others.slots]
+    run_ranks = weights.ranks.numpy()[work.runs.slots]
+    ranks = weights.ranks.numpy()[work.others.slots]
     slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
 
     def make() -> Plan | None:
@@ -128,13 +128,13 @@ def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> 
     ):
         if rank == 0:
             continue
-        magnitude_row = int(weights.magnitude_rows[slot])
+        magnitude_row = int(weights.tables.magnitude_rows[slot])
         yield Run(
             start=start,
             stop=start + length,
-            rows=weights.row_table[slot, :rank].long(),
-            factors=_unless(1, weights.row_scales[slot, :rank].repeat(num_slices)),
-            offsets=_unless(0, weights.row_offsets[slot, :rank].repeat(num_slices)),
+            rows=weights.tables.rows[slot, :rank].long(),
+            factors=_unless(1, weights.tables.scales[slot, :rank].repeat(num_slices)),
+            offsets=_unless(0, weights.tables.offsets[slot, :rank].repeat(num_slices)),
             magnitude=magnitude_row if magnitude_row >= 0 else None,
         )
 
@@ -147,7 +147,7 @@ def _make_pairs(
     pair_tokens = rows.tokens[row_of_pair]
     nth_rank = _ranges(np.zeros_like(ranks), ranks)
     entries = rows.slots[row_of_pair], nth_rank
-    pair_rows = weights.row_table.numpy()[entries].astype(np.int64)
+    pair_rows = weights.tables.rows.numpy()[entries].astype(np.int64)
     used, widened_rows, num_rows = pair_rows, None, weights.b.shape[0]
     if weights.b.dtype.itemsize < 4:
         widened_rows, used = np.unique(pair_rows, return_inverse=True)
@@ -163,8 +163,8 @@ def _make_pairs(
         own_count = counts[pair_tokens[pairs]]
         first_pair = (np.cumsum(counts) - counts)[pair_tokens[pairs]]
         values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
-    factors = weights.row_scales.numpy()[entries][pairs]
-    offsets = weights.row_offsets.numpy()[entries][pairs]
+    factors = weights.tables.scales.numpy()[entries][pairs]
+    offsets = weights.tables.offsets.numpy()[entries][pairs]
     dtype = torch.promote_types(weights.b.dtype, torch.float32)
     return Pairs(
         tokens=None if counts.all() else torch.from_numpy(np.flatnonzero(counts)),
@@ -184,7 +184,7 @@ def _make_pairs(
 
 def _make_magnitudes(weights: LayerWeights, rows: _Rows, counts: Ints) -> Magnitudes | None:
     """`rows`: those whose adapter changes the layer; `counts`: pairs of each token."""
-    magnitude_rows = weights.magnitude_rows.numpy()[rows.slots].astype(np.int64)
+    magnitude_rows = weights.tables.magnitude_rows.numpy()[rows.slots].astype(np.int64)
     has_magnitude = magnitude_rows >= 0
     if not has_magnitude.any():
         return None

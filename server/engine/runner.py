@@ -29,7 +29,8 @@ from lorakeet.lora.batch import (
 )
 from lorakeet.lora.host_store import HostStore, default_host_bytes
 from lorakeet.lora.layers import wrap_model
-from lorakeet.lora.pool import AdapterPool, bytes_per_row, table_width
+from lorakeet.lora.pool import AdapterPool, bytes_per_row
+from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler

@@ -1,0 +1,93 @@
+"""Which rows of the pool each slot lists: tables in host memory, small beside the rows.
+
+Passes are built from them on the host; a slot's entries are set when its rows are being copied, and
+nobody uses a slot before the copy is complete.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from lorakeet.kernels.rank_rows import SlotRows
+from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights
+
+
+class RowTables:
+    """Slot 0 lists nothing. R is the table's width: the most rows that a slot can list."""
+
+    def __init__(self, specs: Iterable[GroupSpec], num_slots: int, width: int) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        self.width = width
+        self.rows = zeros(num_slots, width)
+        self.scales = zeros(num_slots, width, dtype=torch.float32)
+        self.offsets = zeros(num_slots, width, dtype=torch.float32)
+        self.magnitude_rows = zeros(num_slots) - 1
+        self.ranks = {spec.name: zeros(spec.num_layers, num_slots) for spec in specs}
+
+    def clear(self, slot: int) -> None:
+        for ranks in self.ranks.values():
+            ranks[:, slot] = 0
+        for table in (self.rows, self.scales, self.offsets):
+            table[slot] = 0
+        self.magnitude_rows[slot] = -1
+
+    def set(self, slot: int, rows: Sequence[int], adapter: Adapter) -> None:
+        """`rows`: those of its ranks, of its biases and of its magnitudes, in that order."""
+        ranks, extra = rows[: adapter.rank], [*rows[adapter.rank :]]
+        bias = [extra.pop(0)] if adapter.has_bias else []
+        listed = torch.tensor([*bias, *ranks], dtype=torch.int32)
+        self.rows[slot, : len(listed)] = listed
+        self.scales[slot, : len(listed)] = 1
+        self.offsets[slot, : len(bias)] = 1
+        if adapter.has_magnitude:
+            self.magnitude_rows[slot] = extra.pop(0)
+        for name, weights in adapter.groups.items():
+            counts = _row_counts(weights, adapter.has_bias)
+            self.ranks[name][:, slot] = torch.tensor(counts, dtype=torch.int32)
+
+    def blend(self, slot: int, parts: Sequence[tuple[int, int, float]]) -> None:
+        """`parts`: slot, number of rows and weight of each adapter, one after the other."""
+        start = 0
+        for part_slot, count, weight in parts:
+            own = slice(start, start + count)
+            self.rows[slot, own] = self.rows[part_slot, :count]
+            self.scales[slot, own] = self.scales[part_slot, :count] * weight
+            self.offsets[slot, own] = self.offsets[part_slot, :count] * weight
+            for ranks in self.ranks.values():
+                there = ranks[:, part_slot]
+                ranks[:, slot] = torch.where(there > 0, there + start, ranks[:, slot])
+            start += count
+
+    def touched(self, slots: Sequence[int], groups: Collection[str]) -> list[str]:
+        """Those of the groups that any of the slots changes, in any layer."""
+        return [
+            name
+            for name in groups
+            if name in self.ranks and self.ranks[name].numpy()[:, slots].any()
+        ]
+
+    def num_listed(self, slots: Sequence[int], group: str) -> tuple[int, ...]:
+        """How many rows each slot lists for a group, in the layer with the most."""
+        return tuple(self.ranks[group].numpy()[:, slots].max(0).tolist())
+
+    def slot_rows(self, group: str, slot: int) -> SlotRows:
+        """What a slot lists for a group. Layers that read fewer rows have zeros in the others."""
+        (count,) = self.num_listed([slot], group)
+        return SlotRows(
+            self.rows.numpy()[slot, :count],
+            self.scales.numpy()[slot, :count],
+            self.offsets.numpy()[slot, :count],
+            int(self.magnitude_rows[slot]) if count else -1,
+        )
+
+
+def table_width(max_rank: int) -> int:
+    """R that is enough for any one adapter: its rank rows, and that of its biases."""
+    return max_rank + 1
+
+
+def _row_counts(weights: GroupWeights, has_bias: bool) -> list[int]:
+    """How many rows of the adapter's list each layer reads: the row of biases is the first."""
+    return [rank + has_bias if rank or weights.bias is not None else 0 for rank in weights.ranks]
