@@ -6,7 +6,7 @@ Each version that lives uses its content; what the engine holds goes with the la
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class _Content:
     uses: dict[int, Use] = field(default_factory=dict)  # by version
     folders: set[Path] = field(default_factory=set)  # of all versions so far
     told: "_Told | None" = None
+    telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one change at a time
 
     @property
     def wanted(self) -> "_Told":
@@ -95,7 +96,7 @@ class Contents:
         content = self._contents[adapter_id]
         del content.uses[version]
         if content.uses:
-            self._in_background(self._tell(content))
+            self._in_background(self._tell_later(content))
             return None
         del self._contents[adapter_id], self._by_digest[content.loaded.digest]
         unloaded = self._engine.unload_adapter(adapter_id)
@@ -119,10 +120,13 @@ class Contents:
 
     async def _set(self, content: _Content, version: int, use: Use) -> None:
         before = content.uses.get(version)
-        content.uses[version] = use
+        # from here on the content stays; a pin counts only once its turn has come
+        content.uses[version] = replace(use, pinned=before is not None and before.pinned)
         content.folders.add(use.path)
         try:
-            await self._tell(content)
+            async with content.telling:
+                content.uses[version] = use
+                await self._tell(content)
         except BaseException:
             if before is None:
                 self.release(content.loaded.adapter_id, version)
@@ -130,19 +134,18 @@ class Contents:
                 content.uses[version] = before
             raise
 
+    async def _tell_later(self, content: _Content) -> None:
+        async with content.telling:
+            if content.uses:
+                await self._tell(content)
+
     async def _tell(self, content: _Content) -> None:
         """Let the engine know where to read it again, and whether it is pinned."""
-        before, wanted = content.told, content.wanted
-        if wanted == before:
+        wanted = content.wanted
+        if wanted == content.told:
             return
+        await self._engine.update_adapter(content.loaded.adapter_id, wanted.paths, wanted.pinned)
         content.told = wanted
-        try:
-            await self._engine.update_adapter(
-                content.loaded.adapter_id, wanted.paths, wanted.pinned
-            )
-        except AdapterError:
-            content.told = before
-            raise
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:

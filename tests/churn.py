@@ -134,7 +134,8 @@ class Churn:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.server.kill_all()
         if kind is not None:
-            print(self.server.log[-5000:])
+            lines = self.server.log.splitlines()
+            print(*[line for line in lines if '"event": "request"' not in line][-50:], sep="\n")
 
     def _learn(self) -> Iterator[tuple[tuple[int, int], str]]:
         """The text of each content for each prompt, in quiet; -1 is the base model."""

@@ -655,3 +655,27 @@ def test_a_hostile_template_hurts_only_its_own_chats(
     assert response.json()["error"]["code"] == "chat_template_error"
     assert "root:" not in response.text
     assert shift(toy, "evil") == 0  # without its template it works
+
+
+def test_a_pin_that_is_refused_hurts_no_other_name_of_the_same_bytes(
+    toy: ToyServer, source: Path
+) -> None:
+    load(toy, "taken", adapter_folder(source / "t", 9), pinned=True)
+    folders = [adapter_folder(source / f"same{number}", 3) for number in range(12)]
+
+    def work(number: int) -> int:
+        pinned = number % 3 == 0
+        with httpx.Client(base_url=toy.url, timeout=20) as client:
+            body = {"lora_name": f"n{number}", "lora_path": str(folders[number]), "pinned": pinned}
+            status = client.post(LOAD, json=body).status_code
+            assert status == (400 if pinned else 200)
+            body = {**body, "load_inplace": True, "pinned": False}
+            assert client.post(LOAD, json=body).status_code == 200
+            return client.delete(f"/v1/adapters/n{number}").status_code
+
+    for _ in range(5):
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            assert set(pool.map(work, range(12))) == {200}
+    toy.call(settle(toy))
+    assert len(toy.engine.adapters) == 1
+    assert toy.engine.pinned == set(toy.engine.adapters)

@@ -173,8 +173,11 @@ class ToyEngine:
         )
 
     async def update_adapter(self, adapter_id: int, paths: Sequence[str], pinned: bool) -> None:
+        await asyncio.sleep(0.005)
         if pinned and len(self.pinned | {adapter_id}) > 1:
             raise AdapterError("pinning this adapter would leave no room for any other")
+        if adapter_id not in self.adapters:
+            return
         self.paths[adapter_id] = list(paths)
         (self.pinned.add if pinned else self.pinned.discard)(adapter_id)
 
