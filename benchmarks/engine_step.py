@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from shapes import LLAMA_8B, write_adapter, write_model
+from shapes import LLAMA_8B, TINY, write_adapter, write_model
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
@@ -26,16 +26,6 @@ from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.scheduler import Scheduler
 from lorakeet.server.engine.step import Step, StepResult
 
-TINY = LLAMA_8B | {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "torch_dtype": "float32",
-}
 PROMPT, WARM_UP = 128, 30  # tokens; steps after the last prefill
 
 

@@ -38,6 +38,19 @@ LLAMA_8B = {
     "eos_token_id": 128001,
 }
 
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def projections(config: dict[str, object]) -> dict[str, tuple[str, int, int]]:
     """Leaf name → (block, input size, output size) of the seven projections of a layer."""
