@@ -201,6 +201,12 @@ class ModelBench:
             logits_lora=None,
         )
 
+    def hidden_states(self, batch: LoRAForwardBatch) -> Tensor:
+        """The model's pass; arrivals are used up by each."""
+        if batch.lora is not None and batch.lora.arrivals is not None:
+            batch.lora.arrivals.zero_()
+        return self.model(batch)
+
     def products_seconds(self, tokens: int, ceilings: Ceilings) -> float:
         """No pass's products, without the head's, take less."""
         width = self.model.dtype.itemsize

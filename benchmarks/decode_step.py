@@ -73,9 +73,7 @@ class Bench(ModelBench):
         """The captured step."""
 
         def run() -> Tensor:
-            if batch.lora is not None and batch.lora.arrivals is not None:
-                batch.lora.arrivals.zero_()
-            return self.model.compute_logits(self.model(batch), batch).argmax(-1)
+            return self.model.compute_logits(self.hidden_states(batch), batch).argmax(-1)
 
         with torch.inference_mode():
             return graph_of(run)
