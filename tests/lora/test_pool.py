@@ -1,6 +1,7 @@
 """Writing adapters to the pool, clearing slots, and what must never be read again."""
 
 import dataclasses
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from lorakeet.lora.adapter import Adapter, GroupWeights, Slot
 from lorakeet.lora.backend import make_backend
-from lorakeet.lora.batch import build_lora_batch
+from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from support.pools import (
     LAYERS,
@@ -30,8 +31,7 @@ QKV = next(spec for spec in SPECS if spec.name == "qkv_proj")
 def delta_of(pool: AdapterPool, slot: int, layer: int = 0) -> torch.Tensor:
     """What the slot adds to two rows of qkv."""
     y, x = torch.zeros(2, QKV.output_size), input_of(QKV, 2)
-    batch = build_lora_batch(np.full(2, slot, dtype=np.int32))
-    assert batch is not None
+    batch = LoRABatch(torch.full((2,), slot, dtype=torch.int32))
     make_backend("cpu").add_linear(y, x, pool.layer("qkv_proj", layer), batch)
     return y
 
@@ -54,7 +54,7 @@ def test_write_fills_its_rows_and_no_others() -> None:
     adapter = random_adapter({"qkv_proj": (1, 3, 0), "o_proj": (2, 2, 2)})
     write = pool.write(Slot(2), (7, 0, 4), adapter)
     assert write.done()
-    assert pool.row_table[2].tolist() == [7, 0, 4] + [0] * 61
+    assert pool.tables.rows[2].tolist() == [7, 0, 4] + [0] * 61
     for layer in range(LAYERS):
         qkv, o = pool.layer("qkv_proj", layer), pool.layer("o_proj", layer)
         assert qkv.ranks.tolist() == [0, 0, (1, 3, 0)[layer], 0]
@@ -79,10 +79,10 @@ def test_biases_and_magnitudes_have_a_row_each() -> None:
     adapter = with_vectors(random_adapter(ranks), ["qkv_proj", "down_proj"], ["qkv_proj"])
     assert (adapter.rank, adapter.num_rows) == (2, 4)
     pool.write(Slot(2), (7, 0, 4, 1), adapter)
-    assert pool.row_table[2].tolist() == [4, 7, 0] + [0] * 61
-    assert pool.row_scales[2].tolist() == [1, 1, 1] + [0] * 61
-    assert pool.row_offsets[2].tolist() == [1] + [0] * 63
-    assert pool.magnitude_rows.tolist() == [-1, -1, 1, -1]
+    assert pool.tables.rows[2].tolist() == [4, 7, 0] + [0] * 61
+    assert pool.tables.scales[2].tolist() == [1, 1, 1] + [0] * 61
+    assert pool.tables.offsets[2].tolist() == [1] + [0] * 63
+    assert pool.tables.magnitude_rows.tolist() == [-1, -1, 1, -1]
     qkv, down = adapter.groups["qkv_proj"], adapter.groups["down_proj"]
     assert qkv.bias is not None
     assert qkv.magnitude is not None
@@ -101,9 +101,9 @@ def test_biases_and_magnitudes_have_a_row_each() -> None:
         assert not weights["o_proj"].b[[4, 1]].any()
         assert not any(group.a[:, [4, 1]].any() for group in weights.values())
     pool.clear(Slot(2))
-    for table in (pool.row_table, pool.row_scales, pool.row_offsets):
+    for table in (pool.tables.rows, pool.tables.scales, pool.tables.offsets):
         assert not table[2].any()
-    assert pool.magnitude_rows[2] == -1
+    assert pool.tables.magnitude_rows[2] == -1
 
 
 def test_clear_takes_ranks_and_table_and_leaves_other_slots() -> None:
@@ -112,7 +112,7 @@ def test_clear_takes_ranks_and_table_and_leaves_other_slots() -> None:
     pool.write(Slot(1), (0, 1, 2), first)
     pool.write(Slot(2), (9, 8, 7, 6), second)
     pool.clear(Slot(1))
-    assert not pool.row_table[1].any()
+    assert not pool.tables.rows[1].any()
     assert not any(
         pool.layer(spec.name, layer).ranks[1] for spec in SPECS for layer in range(spec.num_layers)
     )
@@ -126,7 +126,7 @@ def test_a_reused_slot_shows_nothing_of_the_earlier_adapter() -> None:
     pool.write(Slot(1), range(8), random_adapter(same_rank(8), 1))
     adapter = random_adapter({"qkv_proj": (0, 2, 1)}, 2)
     pool.write(Slot(1), (5, 3), adapter)
-    assert pool.row_table[1].tolist() == [5, 3] + [0] * 62
+    assert pool.tables.rows[1].tolist() == [5, 3] + [0] * 62
     assert not pool.layer("o_proj", 0).ranks.any()
     for layer in range(LAYERS):
         torch.testing.assert_close(delta_of(pool, 1, layer), expected(adapter, layer))
@@ -234,6 +234,157 @@ def test_every_slot_is_its_own_adapter_after_any_history(
             torch.testing.assert_close(delta_of(pool, other), want)
 
 
+class Listing:
+    """What slots must list, from the adapters as they were made: slot → all rows, group → count."""
+
+    def __init__(self, pool: AdapterPool) -> None:
+        self.pool = pool
+        self.rows: dict[int, list[tuple[int, float, float]]] = {}  # row, scale, offset
+        self.counts: dict[int, dict[str, int]] = {}
+        self.magnitudes: dict[int, int] = {}
+
+    def write(self, slot: int, rows: Sequence[int], adapter: Adapter) -> None:
+        self.pool.write(Slot(slot), rows, adapter)
+        listed = [(row, 1.0, 0.0) for row in rows[: adapter.rank]]
+        if adapter.has_bias:
+            listed.insert(0, (rows[adapter.rank], 1.0, 1.0))
+        self.rows[slot], self.counts[slot] = listed, {}
+        for name, weights in adapter.groups.items():
+            if (rank := max(weights.ranks)) or weights.bias is not None:
+                self.counts[slot][name] = rank + adapter.has_bias
+        self.magnitudes[slot] = rows[-1] if adapter.has_magnitude else -1
+
+    def blend(self, slot: int, parts: Sequence[tuple[int, float]]) -> None:
+        rows, counts = [], {}
+        for part, weight in parts:
+            for name, count in self.counts[part].items():
+                counts[name] = len(rows) + count
+            rows += [(row, weight * s, weight * o) for row, s, o in self.rows[part]]
+        self.pool.write_blend(
+            Slot(slot), [(Slot(part), len(self.rows[part]), weight) for part, weight in parts]
+        )
+        self.rows[slot], self.counts[slot], self.magnitudes[slot] = rows, counts, -1
+
+    def clear(self, slot: int) -> None:
+        self.pool.clear(Slot(slot))
+        for known in (self.rows, self.counts, self.magnitudes):
+            known.pop(slot, None)  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        tables, slots = self.pool.tables, range(self.pool.num_slots)
+        for name, spec in self.pool.specs.items():
+            counts = [self.counts.get(slot, {}).get(name, 0) for slot in slots]
+            assert tables.num_listed(list(slots), name) == tuple(counts)
+            layers = [self.pool.layer(name, index) for index in range(spec.num_layers)]
+            for slot, count in zip(slots, counts, strict=True):
+                assert tables.touched([slot], [name]) == ([name] if count else [])
+                assert max(int(layer.ranks[slot]) for layer in layers) == count
+                listed, want = tables.slot_rows(name, slot), self.rows.get(slot, [])[:count]
+                assert listed.rows.dtype == np.int32
+                assert listed.scales.dtype == listed.offsets.dtype == np.float32
+                assert listed.rows.tolist() == [row for row, _, _ in want]
+                assert listed.scales.tolist() == pytest.approx([scale for _, scale, _ in want])
+                assert listed.offsets.tolist() == pytest.approx([offset for _, _, offset in want])
+                assert listed.magnitude == (self.magnitudes.get(slot, -1) if count else -1)
+                for layer in layers:  # all of the list may be read, in every layer
+                    assert layer.a[:, listed.rows].isfinite().all()
+                    assert not layer.b[listed.rows[int(layer.ranks[slot]) :]].any()
+                    if listed.magnitude >= 0:
+                        assert layer.b[listed.magnitude].isfinite().all()
+
+
+PATTERNS = random_adapter({"qkv_proj": (1, 3, 0), "o_proj": (2, 0, 2), "lm_head": (1,)}, 8)
+LISTED = {
+    "plain": random_adapter(same_rank(3), 1),
+    "rank patterns": PATTERNS,
+    "biases": with_vectors(PATTERNS, ["qkv_proj", "down_proj"]),
+    "magnitudes": with_vectors(random_adapter(same_rank(2), 4), magnitude=["o_proj", "qkv_proj"]),
+    "both": with_vectors(random_adapter({"o_proj": (2, 1, 3)}, 5), ["o_proj"], ["o_proj"]),
+    "biases alone": with_vectors(random_adapter({"o_proj": (0, 0, 0)}, 6), ["o_proj"]),
+    "nothing": random_adapter({}),
+}
+
+
+def listing_of_every_kind() -> tuple[Listing, dict[str, int]]:
+    """Each of `LISTED` in a slot, and some slots that are blends of them."""
+    listing = Listing(poisoned_pool(len(LISTED) + 5, 40, table_width=16))
+    rows = list(range(40))
+    Random(3).shuffle(rows)
+    slots = {name: slot for slot, name in enumerate(LISTED, start=1)}
+    for name, adapter in LISTED.items():
+        listing.write(slots[name], [rows.pop() for _ in range(adapter.num_rows)], adapter)
+    blends = {
+        "two": {"plain": 0.5, "rank patterns": -1.5},
+        "biases in front": {"biases": 0.3, "plain": 1 / 3},
+        "modules of the first alone": {"plain": 1.0, "biases alone": 2.0},
+        "with nothing": {"nothing": 1.0, "rank patterns": 0.0},
+    }
+    for slot, (name, parts) in enumerate(blends.items(), start=len(LISTED) + 1):
+        listing.blend(slot, [(slots[part], weight) for part, weight in parts.items()])
+        slots[name] = slot
+    return listing, slots
+
+
+def test_slots_of_every_kind_list_what_they_own() -> None:
+    listing, slots = listing_of_every_kind()
+    listing.check()
+    tables = listing.pool.tables
+    named = [slots[name] for name in ("rank patterns", "biases", "two", "biases alone")]
+    assert tables.num_listed(named, "qkv_proj") == (3, 4, 6, 0)
+    assert tables.num_listed(named, "down_proj") == (0, 1, 3, 0)
+    assert tables.slot_rows("o_proj", slots["both"]).magnitude >= 0
+    assert tables.slot_rows("qkv_proj", slots["both"]).magnitude == -1
+    for slot in slots.values():
+        listing.clear(slot)
+        listing.check()
+
+
+def test_touched_names_the_groups_that_any_of_the_slots_changes() -> None:
+    listing, slots = listing_of_every_kind()
+    groups = [spec.name for spec in SPECS]
+
+    def touched(*names: str) -> set[str]:
+        return set(listing.pool.tables.touched([0, *(slots[name] for name in names)], groups))
+
+    assert touched() == touched("nothing") == set()
+    assert touched("plain") == set(groups)
+    assert touched("biases") == {"qkv_proj", "o_proj", "lm_head", "down_proj"}
+    assert touched("biases alone", "nothing") == {"o_proj"}
+    assert touched("rank patterns", "both") == {"qkv_proj", "o_proj", "lm_head"}
+    assert listing.pool.tables.touched([slots["plain"]], ["o_proj", "no group"]) == ["o_proj"]
+    assert listing.pool.tables.touched([], groups) == []
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([*LISTED, "clear", "blend"])), max_size=10
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_slots_list_what_they_own_after_any_history(
+    history: list[tuple[int, str]], random: Random
+) -> None:
+    """Blends are of what slot 4 holds, which stays."""
+    listing = Listing(poisoned_pool(5, 24, table_width=16))
+    free = list(range(24))
+    stays = LISTED["biases"]
+    listing.write(4, [free.pop() for _ in range(stays.num_rows)], stays)
+    owned: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for slot, what in history:
+        free += owned[slot]
+        random.shuffle(free)
+        adapter = LISTED.get(what, LISTED["nothing"])
+        owned[slot], free = free[: adapter.num_rows], free[adapter.num_rows :]
+        if what == "clear":
+            listing.clear(slot)
+        elif what == "blend":
+            listing.blend(slot, [(4, random.choice([0.1, -2.0]))] * random.randint(1, 3))
+        else:
+            listing.write(slot, owned[slot], adapter)
+        listing.check()
+
+
 @pytest.mark.gpu
 def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     """A pass launched before the write still reads the rows' earlier tenant."""
@@ -253,7 +404,7 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     assert not torch.cuda.current_stream().query()  # the write did not wait for the pass
     write.wait()
     after = layer.a.clone()
-    table = pool.row_table.clone()
+    table = pool.tables.rows.clone()
     torch.cuda.synchronize()
     assert write.done()
     assert torch.equal(seen.cpu(), old.groups["qkv_proj"].a[1])

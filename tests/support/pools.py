@@ -8,7 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lorakeet.kernels.rank_rows import RankRowArrays, RankRows, pack, unpack
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
+from lorakeet.lora.batch import MIN_ROOM, LoRABatch, list_by_group
 from lorakeet.lora.pool import AdapterPool
 
 LAYERS = 3
@@ -107,6 +109,22 @@ def filled_pool(
         own, rows = rows[: adapter.num_rows], rows[adapter.num_rows :]
         pool.write(Slot(slot), own, adapter).wait()
     return pool
+
+
+def listed_batch(slots: NDArray[np.int32], pool: AdapterPool) -> LoRABatch:
+    """As CUDA gets it, of a pool in host memory: with the rank rows of all groups that a row's
+    adapter changes."""
+    groups = pool.tables.touched(np.unique(slots).tolist(), pool.specs)
+
+    def to_tensors(arrays: RankRowArrays) -> RankRows:
+        room = max(len(arrays.rows), MIN_ROOM)
+        packed = torch.from_numpy(pack(arrays, room))
+        return unpack(packed, len(slots), room, pool.tables.width)
+
+    lists = list_by_group(slots, pool, groups)
+    rank_rows = {group: to_tensors(arrays) for group, arrays in lists.items()}
+    arrivals = torch.zeros(pool.num_layers, dtype=torch.int32)
+    return LoRABatch(torch.from_numpy(slots), rank_rows, arrivals)
 
 
 def input_of(spec: GroupSpec, num_tokens: int, seed: int = 0) -> Tensor:
