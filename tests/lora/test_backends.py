@@ -1,6 +1,7 @@
 """Both backends against a plain float64 loop: every mix of adapters, and none that can spread."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.lora.adapter import Adapter, GroupSpec
+from lorakeet.lora.adapter import Adapter, GroupSpec, Slot
 from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, build_lora_batch
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.torch_backend import TorchBackend
+from lorakeet.models.parallel import ParallelLinear
 from support.lora_cases import POPULARITIES, popularity
 from support.pools import (
     LAYERS,
@@ -24,6 +26,7 @@ from support.pools import (
     expected_delta,
     filled_pool,
     input_of,
+    listed_batch,
     random_adapter,
     same_rank,
     with_vectors,
@@ -38,7 +41,7 @@ RANKS: list[Ranks] = [
 ]
 ADAPTERS = {slot: random_adapter(ranks, slot) for slot, ranks in enumerate(RANKS, start=1)}
 LINEAR = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head")
-# what Triton's kernels do not do yet: biases, some of modules without rank rows, and magnitudes
+# biases, some of modules without rank rows, and magnitudes
 WITH_VECTORS = ADAPTERS | {
     2: with_vectors(ADAPTERS[2], bias=LINEAR, magnitude=[spec.name for spec in SPECS]),
     4: with_vectors(ADAPTERS[4], bias=["o_proj", "down_proj"]),
@@ -59,13 +62,33 @@ class Target:
     backend: LoRABackend
     device: str
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Triton's kernels add zeros to the rows of a tile that are not its adapter's, so -0.0 may
+        become 0.0; and a row's sums may be in another order beside other rows."""
+        return isinstance(self.backend, TorchBackend)
+
+    def batch(self, slots: NDArray[np.int32], pool: AdapterPool) -> LoRABatch:
+        if self.device == "cpu" and not isinstance(self.backend, TorchBackend):
+            return listed_batch(slots, pool)
+        batch = build_lora_batch(slots, pool, pool.specs)
+        assert batch is not None
+        return batch
+
+    def assert_untouched(self, found: Tensor, y: Tensor) -> None:
+        if self.keeps_bits:
+            assert torch.equal(bits(found), bits(y))
+        else:
+            assert torch.equal(found, y)
+
 
 def target_of(name: str) -> Target:
     if name == "torch":
         return Target(TorchBackend(), "cpu")
     from lorakeet.lora.triton_backend import TritonBackend
 
-    return Target(TritonBackend(), "cuda" if name == "triton-cuda" else "cpu")
+    device = "cuda" if name == "triton-cuda" else "cpu"
+    return Target(TritonBackend(device), device)
 
 
 @pytest.fixture(
@@ -87,10 +110,9 @@ def shared_pool(device: str = "cpu") -> AdapterPool:
     return filled_pool(ADAPTERS, device=device)
 
 
-def make_batch(slots: NDArray[np.int32], device: str = "cpu") -> LoRABatch:
-    batch = build_lora_batch(slots, device)
-    assert batch is not None
-    return batch
+@cache
+def pool_with_vectors(device: str = "cpu") -> AdapterPool:
+    return filled_pool(WITH_VECTORS, device=device)
 
 
 def add(
@@ -124,15 +146,16 @@ def bits(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("mix", [mix for mix in POPULARITIES if mix != "all_base"])
 def test_every_mix_equals_the_plain_loop(target: Target, mix: str) -> None:
     slots = np.array(popularity(mix, 23, len(ADAPTERS)), dtype=np.int32)
-    batch = make_batch(slots, target.device)
+    pool = shared_pool(target.device)
+    batch = target.batch(slots, pool)
     for spec in SPECS:
         for layer in range(spec.num_layers):
             x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-            found = add(target, shared_pool(target.device), spec, layer, x, batch, y)
+            found = add(target, pool, spec, layer, x, batch, y)
             delta = expected_delta(spec, layer, x, ADAPTERS, slots)
             torch.testing.assert_close(found.double(), y + delta, atol=2e-5, rtol=1e-5)
             untouched = ~delta.any(dim=1)
-            assert torch.equal(bits(found[untouched]), bits(y[untouched]))
+            target.assert_untouched(found[untouched], y[untouched])
 
 
 @settings(deadline=None, max_examples=60)
@@ -145,24 +168,79 @@ def test_any_batch_equals_the_plain_loop(slots: list[int], group: str, layer: in
     spec, rows = SPEC[group], np.array(slots, dtype=np.int32)
     layer %= spec.num_layers
     x, y = input_of(spec, len(rows)), base_output(spec, len(rows))
-    found = add(TORCH, shared_pool(), spec, layer, x, make_batch(rows), y)
+    batch = TORCH.batch(rows, shared_pool())
+    found = add(TORCH, shared_pool(), spec, layer, x, batch, y)
     want = y + expected_delta(spec, layer, x, ADAPTERS, rows)
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mix", [mix for mix in POPULARITIES if mix != "all_base"])
 @pytest.mark.parametrize("times", [1, 40])
-def test_biases_and_magnitudes_in_every_mix(mix: str, times: int) -> None:
+def test_biases_and_magnitudes_in_every_mix(target: Target, mix: str, times: int) -> None:
     """Alone and in long runs."""
-    slots = np.array(popularity(mix, 23, len(ADAPTERS)), dtype=np.int32).repeat(times)
-    pool, batch = filled_pool(WITH_VECTORS), make_batch(slots)
+    num_runs = 23 if times == 1 else 6
+    slots = np.array(popularity(mix, num_runs, len(ADAPTERS)), dtype=np.int32).repeat(times)
+    pool = pool_with_vectors(target.device)
+    batch = target.batch(slots, pool)
     for spec in SPECS:
         for layer in range(spec.num_layers):
             x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-            found = add(TORCH, pool, spec, layer, x, batch, y)
+            found = add(target, pool, spec, layer, x, batch, y)
             delta = expected_delta(spec, layer, x, WITH_VECTORS, slots, y)
             torch.testing.assert_close(found.double(), y + delta, atol=2e-5, rtol=1e-5)
-            assert torch.equal(bits(found[slots == 0]), bits(y[slots == 0]))
+            target.assert_untouched(found[slots == 0], y[slots == 0])
+
+
+def base_layer(spec: GroupSpec, bias: bool, device: str) -> ParallelLinear:
+    generator = torch.Generator().manual_seed(6)
+    sizes = dict(zip(spec.slice_names, spec.slice_sizes, strict=True))
+    layer = ParallelLinear(spec.input_size, sizes, bias).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_(generator=generator)
+    return layer.to(device)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 23, 128, 129, 200])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_with_its_lora(target: Target, bias: bool, num_tokens: int) -> None:
+    """Whichever way the number of rows takes; magnitudes take a part of the layer's bias too."""
+    slots = np.array(popularity("with_base", num_tokens, len(ADAPTERS)), dtype=np.int32)
+    slots[0] = 2
+    pool = pool_with_vectors(target.device)
+    batch = target.batch(slots, pool)
+    for spec in SPECS:
+        if spec.name in ("embed_tokens", "lm_head"):
+            continue
+        layer = base_layer(spec, bias, target.device)
+        x, index = input_of(spec, num_tokens), spec.num_layers - 1
+        weights = pool.layer(spec.name, index)
+        found = target.backend.linear(layer, x.to(target.device), weights, batch)
+        found = found.sum(0) if found.dim() == 3 else found
+        base = x.double() @ layer.weight.double().cpu().T
+        if layer.bias is not None:
+            base += layer.bias.double().cpu()
+        want = base + expected_delta(spec, index, x, WITH_VECTORS, slots, base)
+        torch.testing.assert_close(found.cpu().double(), want, atol=5e-5, rtol=1e-5)
+
+
+def test_what_is_left_to_the_epilogue_is_the_delta(target: Target) -> None:
+    """Of passes too large for one kernel."""
+    spec, slots = SPEC["gate_up_proj"], np.arange(150, dtype=np.int32) % 6
+    pool = pool_with_vectors(target.device)
+    batch, layer = target.batch(slots, pool), base_layer(spec, True, target.device)
+    x, weights = input_of(spec, 150).to(target.device), pool.layer(spec.name, 1)
+    whole = target.backend.linear(layer, x, weights, batch)
+    y, delta = target.backend.linear_and_delta(layer, x, weights, batch)
+    if isinstance(target.backend, TorchBackend):
+        assert delta is None
+        assert torch.equal(y, whole)
+        return
+    from lorakeet.kernels.lora_expand import sgemm_lora_b
+
+    assert delta is not None
+    assert torch.equal(y, layer.product(x))
+    sgemm_lora_b(y, delta, spec.slice_sizes)
+    assert torch.equal(y, whole)
 
 
 @pytest.mark.parametrize("times", [1, 40])
@@ -175,7 +253,7 @@ def test_sixteen_bit_magnitudes_are_rounded_once(times: int) -> None:
     x = input_of(spec, len(slots)).bfloat16()
     y = base_output(spec, len(slots)).bfloat16()
     pool = filled_pool(adapters, torch.bfloat16)
-    found = add(TORCH, pool, spec, 0, x, make_batch(slots), y)
+    found = add(TORCH, pool, spec, 0, x, TORCH.batch(slots, pool), y)
     exact = y.double() + expected_delta(spec, 0, x, adapters, slots, y)
     half_unit = torch.finfo(torch.bfloat16).eps * exact.abs() / 2
     assert ((found.double() - exact).abs() <= half_unit + 1e-5).all()
@@ -190,12 +268,12 @@ def test_a_weighted_list_of_two_adapters_rows() -> None:
     for slot, weight in parts:
         count = WITH_VECTORS[slot].rank + WITH_VECTORS[slot].has_bias
         place = slice(start, start + count)
-        pool.row_table[6, place] = pool.row_table[slot, :count]
-        pool.row_scales[6, place] = weight * pool.row_scales[slot, :count]
-        pool.row_offsets[6, place] = weight * pool.row_offsets[slot, :count]
+        pool.tables.rows[6, place] = pool.tables.rows[slot, :count]
+        pool.tables.scales[6, place] = weight * pool.tables.scales[slot, :count]
+        pool.tables.offsets[6, place] = weight * pool.tables.offsets[slot, :count]
         start += count
     slots = np.array([6, 0, 1, 6], dtype=np.int32).repeat(40)
-    batch = make_batch(slots)
+    batch = TORCH.batch(slots, pool)
     for spec in SPECS:
         pool.layer(spec.name, 0).ranks[6] = start
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
@@ -208,15 +286,26 @@ def test_a_weighted_list_of_two_adapters_rows() -> None:
         torch.testing.assert_close(found.double(), want, atol=5e-5, rtol=1e-5)
 
 
-def test_blocks_of_prefill_equal_those_of_decode(target: Target) -> None:
+def test_long_runs_of_one_adapter(target: Target) -> None:
     slots = np.repeat(np.array([2, 0, 3, 2], dtype=np.int32), 70)
     spec = SPEC["qkv_proj"]
     x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-    batch = make_batch(slots, target.device)
-    assert batch.segments.block == 64
-    found = add(target, shared_pool(target.device), spec, 1, x, batch, y)
+    pool = shared_pool(target.device)
+    found = add(target, pool, spec, 1, x, target.batch(slots, pool), y)
     want = y + expected_delta(spec, 1, x, ADAPTERS, slots)
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
+
+
+NO_ADAPTERS = {slot: random_adapter({}) for slot in range(6, 11)}
+
+
+def write_factors(pool: AdapterPool, adapters: Mapping[int, Adapter]) -> Tensor:
+    """Slot 5 + i is a blend of slot i alone, times a factor. Returns these, by i."""
+    factors = torch.tensor([0, 0.5, 3.0, -0.75, 1.5, 0.25], dtype=torch.float64)
+    for slot, adapter in adapters.items():
+        part = (Slot(slot), adapter.rank, float(factors[slot]))
+        pool.write_blend(Slot(5 + slot), [part]).wait()
+    return factors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -225,47 +314,37 @@ def test_runs_of_a_prompt_beside_single_rows(dtype: torch.dtype) -> None:
     adapters = {
         slot: random_adapter(ranks, slot, dtype) for slot, ranks in enumerate(RANKS, start=1)
     }
-    pool = filled_pool({**adapters, 2: poisoned(adapters[2])}, dtype)
-    slots = np.repeat([1, 2, 0, 3, 1, 2, 4, 5], [40, 33, 2, 1, 31, 1, 50, 32]).astype(np.int32)
-    batch = make_batch(slots)
-    factors = torch.arange(1, len(batch.segments.starts) + 1) / 4
-    batch = LoRABatch(dataclasses.replace(batch.segments, scalings=factors))
-    factor_of_row = torch.zeros(len(slots))
-    for start, length, factor in zip(
-        batch.segments.starts.tolist(), batch.segments.lengths.tolist(), factors, strict=True
-    ):
-        factor_of_row[batch.segments.permutation[start : start + length].long()] = factor
-    healthy = slots != 2
+    pool = filled_pool({**adapters, 2: poisoned(adapters[2])} | NO_ADAPTERS, dtype)
+    factors = write_factors(pool, adapters)
+    slots = np.repeat([6, 7, 0, 8, 6, 7, 9, 10], [40, 33, 2, 1, 31, 1, 50, 32]).astype(np.int32)
+    batch = TORCH.batch(slots, pool)
+    own = np.where(slots, slots - 5, 0)
+    healthy = own != 2
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots)).to(dtype)
         x = x if spec.name == "embed_tokens" else x.to(dtype)
         found = add(TORCH, pool, spec, 0, x, batch, y)
         assert found[~healthy].isnan().all()
-        delta = expected_delta(spec, 0, x, adapters, slots)[healthy]
-        exact = y[healthy].double() + delta * factor_of_row[healthy, None]
+        delta = expected_delta(spec, 0, x, adapters, own)[healthy]
+        exact = y[healthy].double() + delta * factors[own[healthy], None]
         half_unit = torch.finfo(dtype).eps * exact.abs() / 2
         assert ((found[healthy].double() - exact).abs() <= half_unit + 1e-4).all()
 
 
-def test_a_rows_result_is_the_same_bits_alone_and_in_any_mix(target: Target) -> None:
+def test_a_rows_result_is_the_same_alone_and_in_any_mix(target: Target) -> None:
     slots = np.array(popularity("with_base", 12, len(ADAPTERS)), dtype=np.int32)
+    pool = shared_pool(target.device)
+    batch = target.batch(slots, pool)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-        together = add(
-            target, shared_pool(target.device), spec, 0, x, make_batch(slots, target.device), y
-        )
+        together = add(target, pool, spec, 0, x, batch, y)
         for row in np.flatnonzero(slots):
             one = slice(row, row + 1)
-            alone = add(
-                target,
-                shared_pool(target.device),
-                spec,
-                0,
-                x[one],
-                make_batch(slots[one], target.device),
-                y[one],
-            )
-            assert torch.equal(bits(alone), bits(together[one]))
+            alone = add(target, pool, spec, 0, x[one], target.batch(slots[one], pool), y[one])
+            if target.keeps_bits:
+                assert torch.equal(bits(alone), bits(together[one]))
+            else:
+                torch.testing.assert_close(alone, together[one], rtol=1e-6, atol=2e-6)
 
 
 def poisoned(adapter: Adapter) -> Adapter:
@@ -276,16 +355,36 @@ def poisoned(adapter: Adapter) -> Adapter:
     return dataclasses.replace(adapter, groups=groups)
 
 
-def test_a_nan_adapter_and_nan_inputs_stay_in_their_own_rows(target: Target) -> None:
-    pool = filled_pool({**ADAPTERS, 2: poisoned(ADAPTERS[2])}, device=target.device)
-    slots = np.array([1, 2, 0, 3, 2, 4, 5, 1, 0], dtype=np.int32)
-    batch = make_batch(slots, target.device)
+def test_nan_inputs_stay_in_their_own_rows(target: Target) -> None:
+    slots = np.array([1, 2, 0, 3, 2, 4, 5, 1, 0, 1], dtype=np.int32)
+    pool = pool_with_vectors(target.device)
+    batch = target.batch(slots, pool)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
-        healthy = add(target, shared_pool(target.device), spec, 0, x, batch, y)
+        healthy = add(target, pool, spec, 0, x, batch, y)
+        bad = [0, 7]
+        if spec.name == "embed_tokens":
+            y[bad] = torch.nan
+        else:
+            x[bad] = torch.nan
+        found = add(target, pool, spec, 0, x, batch, y)
+        assert found[bad].isnan().all()
+        others = np.setdiff1d(np.arange(len(slots)), bad)
+        assert torch.equal(bits(found[others]), bits(healthy[others]))
+
+
+def test_a_nan_adapter_stays_in_its_own_rows() -> None:
+    """On the CPU, where a row meets no adapter but its own; elsewhere all weights are finite, which
+    `lora.canonical` sees to."""
+    pool = filled_pool({**ADAPTERS, 2: poisoned(ADAPTERS[2])})
+    slots = np.array([1, 2, 0, 3, 2, 4, 5, 1, 0], dtype=np.int32)
+    batch = TORCH.batch(slots, pool)
+    for spec in SPECS:
+        x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
+        healthy = add(TORCH, shared_pool(), spec, 0, x, batch, y)
         if spec.name != "embed_tokens":
             x[7] = torch.nan
-        found = add(target, pool, spec, 0, x, batch, y)
+        found = add(TORCH, pool, spec, 0, x, batch, y)
         assert found[slots == 2].isnan().all()
         others = (slots != 2) & (np.arange(len(slots)) != 7)
         assert torch.equal(bits(found[others]), bits(healthy[others]))
@@ -307,7 +406,7 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(name: str, dtype: t
     }
     pool = filled_pool(adapters, dtype)
     slots = np.array(popularity("with_base", 12, len(adapters)), dtype=np.int32)
-    batch = make_batch(slots, target.device)
+    batch = target.batch(slots, pool)
     for spec in SPECS:
         x, y = input_of(spec, len(slots)), base_output(spec, len(slots)).to(dtype)
         x = x if spec.name == "embed_tokens" else x.to(dtype)
@@ -318,44 +417,39 @@ def test_sixteen_bits_are_summed_in_float32_and_rounded_once(name: str, dtype: t
         half_unit = torch.finfo(dtype).eps * exact.abs() / 2
         assert ((found.double() - exact).abs() <= half_unit + 1e-5).all()
         untouched = ~delta.any(dim=1)
-        assert torch.equal(bits(found[untouched]), bits(y[untouched]))
+        target.assert_untouched(found[untouched], y[untouched])
 
 
-def test_scalings_are_factors_on_the_delta() -> None:
-    slots = np.array([1, 3, 3, 0, 1], dtype=np.int32)
-    batch = make_batch(slots)
-    factors = torch.tensor([0.5, 3.0])
-    batch = LoRABatch(dataclasses.replace(batch.segments, scalings=factors))
-    factor_of_row = torch.tensor([0.5, 3.0, 3.0, 0.0, 0.5]).unsqueeze(1)
+@pytest.mark.parametrize("times", [1, 33])
+def test_a_blend_is_the_weighted_sum_of_its_adapters(target: Target, times: int) -> None:
+    """Beside those adapters themselves, biases of theirs included; row by row and in long runs."""
+    blended = {slot: WITH_VECTORS[slot] for slot in (1, 3, 4)}
+    pool = filled_pool(WITH_VECTORS | {6: random_adapter({})}, device=target.device)
+    parts = {4: -0.3, 1: 0.7, 3: 2.0}
+    pool.write_blend(
+        Slot(6),
+        [
+            (Slot(slot), blended[slot].rank + blended[slot].has_bias, weight)
+            for slot, weight in parts.items()
+        ],
+    ).wait()
+    slots = np.array([6, 0, 1, 6, 5, 2], dtype=np.int32).repeat(times)
+    batch = target.batch(slots, pool)
+    alone = np.where(slots == 6, 0, slots).astype(np.int32)
     for spec in SPECS:
-        x, y = input_of(spec, 5), base_output(spec, 5)
-        found = add(TORCH, shared_pool(), spec, 0, x, batch, y)
-        want = y + factor_of_row * expected_delta(spec, 0, x, ADAPTERS, slots)
-        torch.testing.assert_close(found.double(), want, atol=5e-5, rtol=1e-5)
-
-
-def test_a_row_in_two_segments_gets_both_deltas() -> None:
-    """Blending: row 1 has adapters 1 and 3."""
-    first, second = np.array([1, 1, 0], dtype=np.int32), np.array([0, 3, 3], dtype=np.int32)
-    one, two = make_batch(first).segments, make_batch(second).segments
-    segments = dataclasses.replace(
-        one,
-        permutation=torch.cat([one.permutation, two.permutation]),
-        starts=torch.cat([one.starts, two.starts + len(one.permutation)]),
-        lengths=torch.cat([one.lengths, two.lengths]),
-        weight_indices=torch.cat([one.weight_indices, two.weight_indices]),
-        scalings=torch.cat([one.scalings, two.scalings]),
-    )
-    for spec in SPECS:
-        x, y = input_of(spec, 3), base_output(spec, 3)
-        found = add(TORCH, shared_pool(), spec, 0, x, LoRABatch(segments), y)
-        deltas = [expected_delta(spec, 0, x, ADAPTERS, slots) for slots in (first, second)]
-        torch.testing.assert_close(found.double(), y + sum(deltas), atol=5e-5, rtol=1e-5)
+        for layer in range(spec.num_layers):
+            x, y = input_of(spec, len(slots)), base_output(spec, len(slots))
+            found = add(target, pool, spec, layer, x, batch, y)
+            want = y + expected_delta(spec, layer, x, WITH_VECTORS, alone, y)
+            for slot, weight in parts.items():
+                own = np.where(slots == 6, slot, 0).astype(np.int32)
+                want += weight * expected_delta(spec, layer, x, WITH_VECTORS, own)
+            torch.testing.assert_close(found.double(), want, atol=5e-5, rtol=1e-5)
 
 
 def test_a_module_that_no_adapter_of_the_batch_changes_costs_no_work() -> None:
     """No operation of torch runs at all."""
-    batch = make_batch(np.array([4, 0, 4], dtype=np.int32))
+    batch = TORCH.batch(np.array([4, 0, 4], dtype=np.int32), shared_pool())
     y, x = torch.zeros(3, 20), input_of(SPEC["o_proj"], 3)
     layer = shared_pool().layer("o_proj", 0)
     TorchBackend().add_linear(y, x, layer, batch)  # builds what the pass shares
