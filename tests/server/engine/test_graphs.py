@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.batch import StaticRankRows
 from lorakeet.server.engine.device_batch import DeviceRows
 from lorakeet.server.engine.graphs import StaticBatch, graph_sizes
 from lorakeet.server.engine.inputs import StepArrays
@@ -20,6 +21,7 @@ from lorakeet.server.engine.step import Step
 from support.adapters import make_adapter, peft_greedy
 from support.engines import StepEngine, overflowing_adapter
 from support.models import VOCAB_SIZE, tiny_model
+from support.pools import filled_pool, random_adapter, same_rank
 
 MAX_SEQS = 20  # sizes 1, 2, 4, 8, 16, 20
 
@@ -167,7 +169,8 @@ def test_base_steps_hold_no_lora_work(model: Path, adapters: tuple[Path, ...]) -
 def test_padding_rows_leave_no_trace() -> None:
     """Stale values of a larger step are gone: token, place, context, adapter."""
     rows = DeviceRows(4, 3, torch.device("cpu"))
-    static = StaticBatch(4, rows, max_context_len=12, num_segments=4)
+    pool = filled_pool({slot: random_adapter(same_rank(slot), slot) for slot in (1, 2, 3)})
+    static = StaticBatch(4, rows, 12, StaticRankRows(pool, 4, 3))
 
     def step(count: int) -> StepArrays:
         ones = np.ones(count, np.int64)
@@ -184,9 +187,8 @@ def test_padding_rows_leave_no_trace() -> None:
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert (batch.num_decodes, batch.max_context_len) == (4, 12)
     assert batch.lora is not None
-    segments = batch.lora.segments
-    assert segments.lengths.tolist() == [1, 0, 0, 0]
-    assert segments.weight_indices.tolist() == [2, 0, 0, 0]
+    assert batch.lora.slots.tolist() == [2, 0, 0, 0]
+    assert StaticBatch(4, rows, 12, None).batch().lora is None
 
 
 def test_a_graph_step_is_one_with_a_single_token_for_each(model: Path) -> None:
