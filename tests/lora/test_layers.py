@@ -11,10 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakeet.kernels.segments import Delta, build_segments
+from lorakeet.kernels.delta import Delta
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import LoRABackend, make_backend
-from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch, build_lora_batch
+from lorakeet.lora.batch import (
+    HEAD,
+    LoRABatch,
+    LoRAForwardBatch,
+    body_groups,
+    build_lora_batch,
+)
 from lorakeet.lora.layers import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
@@ -34,6 +40,7 @@ from lorakeet.models.ops import TritonOps
 from lorakeet.models.parallel import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
+    ParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
@@ -44,7 +51,15 @@ from support.adapters import make_adapter, peft_logprobs
 from support.deltas import read
 from support.models import VOCAB_SIZE, tiny_model
 from support.passes import Passes
-from support.pools import SPECS, expected_delta, filled_pool, input_of, random_adapter, same_rank
+from support.pools import (
+    SPECS,
+    expected_delta,
+    filled_pool,
+    input_of,
+    listed_batch,
+    random_adapter,
+    same_rank,
+)
 
 SPEC = {spec.name: spec for spec in SPECS}
 ADAPTERS = {1: random_adapter(same_rank(3), 1), 2: random_adapter(same_rank(5), 2)}
@@ -72,8 +87,13 @@ class NoBackend:
 
     add_embedding = add_linear
 
-    def project(
-        self, base: Callable[[], Tensor], x: Tensor, weights: LayerWeights, batch: LoRABatch
+    def linear(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> Tensor:
+        raise AssertionError("LoRA work in a pass without adapters")
+
+    def linear_and_delta(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> tuple[Tensor, Delta | None]:
         raise AssertionError("LoRA work in a pass without adapters")
 
@@ -84,6 +104,12 @@ def base_layer(group: str) -> nn.Module:
     for parameter in layer.parameters():
         nn.init.normal_(parameter, generator=generator).requires_grad_(False)
     return layer
+
+
+def only_output(y: Tensor, delta: Delta | None) -> Tensor:
+    """An epilogue that does nothing."""
+    assert delta is None
+    return y
 
 
 def plain_batch(num_tokens: int) -> ForwardBatch:
@@ -102,34 +128,41 @@ def plain_batch(num_tokens: int) -> ForwardBatch:
 
 
 def with_lora(
-    batch: ForwardBatch, slots: list[int], logits_slots: list[int] | None = None
+    batch: ForwardBatch, pool: AdapterPool, slots: list[int], logits_slots: list[int] | None = None
 ) -> LoRAForwardBatch:
     """`logits_slots` left out: the logits of all rows are wanted."""
     values = {field.name: getattr(batch, field.name) for field in fields(ForwardBatch)}
     rows, logits_rows = (np.array(each, dtype=np.int32) for each in (slots, logits_slots or slots))
     return LoRAForwardBatch(
-        **values, lora=build_lora_batch(rows), logits_lora=build_lora_batch(logits_rows)
+        **values,
+        lora=build_lora_batch(rows, pool, body_groups(pool)),
+        logits_lora=build_lora_batch(logits_rows, pool, [HEAD]),
     )
 
 
 @pytest.mark.parametrize("group", LAYERS)
 def test_without_adapters_it_is_the_base_layer(group: str) -> None:
     layer, x = base_layer(group), input_of(SPEC[group], 4)
-    weights = filled_pool(ADAPTERS).layer(group, 0)
-    wrapped = LAYERS[group][1](layer, weights, NoBackend())
+    pool = filled_pool(ADAPTERS)
+    wrapped = LAYERS[group][1](layer, pool.layer(group, 0), NoBackend())
     assert wrapped.base_layer is layer
     assert wrapped.weight is layer.weight
     want = layer(x, plain_batch(4))
-    for batch in (plain_batch(4), with_lora(plain_batch(4), [0] * 4)):
+    for batch in (plain_batch(4), with_lora(plain_batch(4), pool, [0] * 4)):
         assert torch.equal(wrapped(x, batch), want)
+        if isinstance(wrapped, MergedColumnParallelLinearWithLoRA):
+            assert torch.equal(wrapped.project(x, batch, only_output), want)
 
 
 @pytest.mark.parametrize("group", LAYERS)
 def test_each_row_gets_its_own_adapters_delta(group: str) -> None:
     spec, layer, slots = SPEC[group], base_layer(group), [1, 0, 2, 1, 0]
-    wrapped = LAYERS[group][1](layer, filled_pool(ADAPTERS).layer(group, 0), make_backend("cpu"))
-    x = input_of(spec, 5)
-    found = wrapped(x, with_lora(plain_batch(5), slots))
+    pool = filled_pool(ADAPTERS)
+    wrapped = LAYERS[group][1](layer, pool.layer(group, 0), make_backend("cpu"))
+    x, batch = input_of(spec, 5), with_lora(plain_batch(5), pool, slots)
+    found = wrapped(x, batch)
+    if isinstance(wrapped, MergedColumnParallelLinearWithLoRA):
+        assert torch.equal(wrapped.project(x, batch, only_output), found)
     base = layer(x, plain_batch(5))
     assert torch.equal(found[[1, 4]], base[[1, 4]])
     delta = expected_delta(spec, 0, x, ADAPTERS, np.array(slots, dtype=np.int32))
@@ -138,10 +171,10 @@ def test_each_row_gets_its_own_adapters_delta(group: str) -> None:
 
 def test_the_head_goes_by_the_rows_whose_logits_are_wanted() -> None:
     spec, layer = SPEC["lm_head"], base_layer("lm_head")
-    weights = filled_pool(ADAPTERS).layer("lm_head", 0)
-    wrapped = ParallelLMHeadWithLoRA(layer, weights, make_backend("cpu"))
+    pool = filled_pool(ADAPTERS)
+    wrapped = ParallelLMHeadWithLoRA(layer, pool.layer("lm_head", 0), make_backend("cpu"))
     x, logits_slots = input_of(spec, 2), [2, 0]
-    found = wrapped(x, with_lora(plain_batch(5), [1, 1, 2, 2, 0], logits_slots))
+    found = wrapped(x, with_lora(plain_batch(5), pool, [1, 1, 2, 2, 0], logits_slots))
     delta = expected_delta(spec, 0, x, ADAPTERS, np.array(logits_slots, dtype=np.int32))
     want = layer(x, plain_batch(5)) + delta
     torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=1e-5)
@@ -169,19 +202,26 @@ Prompts = Mapping[str, list[int]]
 
 
 class Wrapped:
-    """A tiny model with all adapters in its pool; sequences are named after their adapters."""
+    """A tiny model with all adapters in its pool; sequences are named after their adapters.
+
+    What is in the folder already is taken as it is.
+    """
 
     def __init__(self, folder: Path, kind: str, backend: LoRABackend | None = None) -> None:
-        self.folder = tiny_model(folder / "model", kind)
+        self.folder = folder / "model"
+        if not self.folder.exists():
+            tiny_model(self.folder, kind)
         self.model = load_model(self.folder, "cpu")
         specs = group_specs(self.model.config)
-        self.pool = AdapterPool(specs, 12, 80, 16, torch.float32, "cpu")
+        self.pool = AdapterPool(specs, 12, 80, 24, torch.float32, "cpu")
         self.adapters: dict[str, Path | None] = {"base": None}
         self.slots = {"base": 0}
         rows = list(range(80))
         Random(3).shuffle(rows)
         for slot, (name, options) in enumerate(ADAPTER_KINDS.items(), start=1):
-            path = make_adapter(folder / name, self.folder, seed=slot, **options)
+            path = folder / name
+            if not path.exists():
+                make_adapter(path, self.folder, seed=slot, **options)
             adapter = read(path, self.folder)
             self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.num_rows)], adapter)
             self.adapters[name], self.slots[name] = path, slot
@@ -190,7 +230,7 @@ class Wrapped:
     def batch_for(self, chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) != 1)  # as Passes does
         slots = [self.slots[name] for name, tokens in ordered for _ in tokens]
-        return lambda batch: with_lora(batch, slots)
+        return lambda batch: with_lora(batch, self.pool, slots)
 
     def assert_equals_peft(self, logits: Mapping[str, Tensor], prompts: Prompts) -> None:
         for name, tokens in prompts.items():
@@ -245,7 +285,7 @@ class TestWholeModel:
         batch = wrapped.batch_for(prompts)(passes.batch({name: prompts[name] for name in names}))
         assert isinstance(batch, LoRAForwardBatch)
         last = np.array([wrapped.slots[name] for name in names], dtype=np.int32)
-        batch = replace(batch, logits_lora=build_lora_batch(last))
+        batch = replace(batch, logits_lora=build_lora_batch(last, wrapped.pool, [HEAD]))
         with torch.inference_mode():
             hidden = wrapped.model(batch)[batch.query_starts[1:].long() - 1]
             logits = wrapped.model.compute_logits(hidden, batch)
@@ -261,34 +301,73 @@ class TestWholeModel:
         assert torch.equal(mixed.logits["base"], plain.logits["base"])
 
 
-def test_the_way_that_cuda_takes_equals_peft(
-    prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In Triton's interpreter: chunks in small blocks, whose deltas ride in the fused kernels."""
+BLEND = {"mixed_ranks": 0.6, "lora_bias": -1.5}
+
+
+def with_blend(wrapped: Wrapped) -> Wrapped:
+    """Some of its adapters together are another one."""
+    slot = wrapped.slots["blend"] = len(ADAPTER_KINDS) + 1
+    parts = []
+    for name, weight in BLEND.items():
+        path = wrapped.adapters[name]
+        assert path is not None
+        adapter = read(path, wrapped.folder)
+        parts.append((Slot(wrapped.slots[name]), adapter.rank + adapter.has_bias, weight))
+    wrapped.pool.write_blend(Slot(slot), parts)
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Wrapped:
+    return with_blend(Wrapped(tmp_path_factory.mktemp("both"), "qwen3"))
+
+
+@pytest.fixture(scope="module")
+def as_on_cuda(on_the_cpu: Wrapped) -> Wrapped:
+    """The same model and adapters with Triton's kernels, in its interpreter."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter needs a machine without CUDA")
-    from lorakeet.lora import triton_backend
+    from lorakeet.lora.triton_backend import TritonBackend
+
+    wrapped = Wrapped(on_the_cpu.folder.parent, "qwen3", TritonBackend("cpu"))
+    for layer in wrapped.model.modules():  # the packed weights of the CPU are for oneDNN alone
+        if isinstance(layer, ParallelLinear) and layer.weight.is_mkldnn:
+            layer.weight = nn.Parameter(layer.weight.to_dense(), requires_grad=False)
+    return with_blend(wrapped)
+
+
+@pytest.mark.parametrize("length", [2, 12])
+def test_the_way_that_cuda_takes_equals_the_torch_backends(
+    on_the_cpu: Wrapped, as_on_cuda: Wrapped, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of few tokens, or of more than one kernel takes for a linear layer, and after it a
+    decode of every sequence."""
+    from lorakeet.kernels import lora_linear
+
+    monkeypatch.setattr(lora_linear, "_SHRINK_PROGRAMS", 10)  # most of them would have no work
+    random, names = Random(5), list(as_on_cuda.slots)
+    tokens = {name: [random.randrange(VOCAB_SIZE) for _ in range(length)] for name in names}
+    assert (len(names) * length > lora_linear.MAX_TOKENS) == (length == 12)
+    chunks_of_passes = [tokens, {name: [5 + row] for row, name in enumerate(names)}]
+    torch_passes, triton_passes = Passes(on_the_cpu.model), Passes(as_on_cuda.model)
+    for chunks in chunks_of_passes:
+        torch_passes.run(chunks, on_the_cpu.batch_for(chunks))
+
+    def with_lists(chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
+        slots = [as_on_cuda.slots[name] for name, part in chunks.items() for _ in part]
+        rows, pool = np.array(slots, dtype=np.int32), as_on_cuda.pool
+        return lambda batch: replace(
+            with_lora(batch, pool, slots),
+            lora=listed_batch(rows, pool),
+            logits_lora=listed_batch(rows, pool),
+        )
 
     monkeypatch.setattr(llama, "plan_ops", TritonOps)
-    wrapped = Wrapped(tmp_path, "qwen3", triton_backend.TritonBackend())
-    passes = Passes(wrapped.model)
-    prompts = {name: prompts[name][:9] for name in ("base", "all", "mixed_ranks", "ends")}
-
-    def batch_for(chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
-        def wrap(plain: ForwardBatch) -> ForwardBatch:
-            batch = wrapped.batch_for(chunks)(plain)
-            assert isinstance(batch, LoRAForwardBatch)
-            slots = [wrapped.slots[name] for name, tokens in chunks.items() for _ in tokens]
-            segments = build_segments(np.array(slots, dtype=np.int32), 16, base_rows=True)
-            assert segments is not None
-            return replace(batch, lora=LoRABatch(segments))
-
-        return wrap
-
-    for start in (0, 8):
-        chunks = {name: tokens[start : start + 8] for name, tokens in prompts.items()}
-        passes.run(chunks, batch_for(chunks))
-    wrapped.assert_equals_peft(passes.logits, prompts)
+    for chunks in chunks_of_passes:
+        triton_passes.run(chunks, with_lists(chunks))
+    for name in names:
+        want, found = torch_passes.logits[name], triton_passes.logits[name]
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
