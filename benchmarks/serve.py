@@ -8,40 +8,19 @@ Starts `lorakeet serve --load-format dummy` as a process of its own, registers t
 
 import argparse
 import json
-import signal
 import subprocess
-import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+from server_process import LORAKEET, served
 from shapes import LLAMA_8B, write_adapter, write_model
 from tqdm import trange
 
-LORAKEET = [sys.executable, "-m", "lorakeet.server.cli"]
 
-
-def start_server(folder: Path, arguments: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
-    command = [*LORAKEET, "serve", str(folder / "model"), "--load-format", "dummy"]
-    command += ["--served-model-name", "base", "--port", str(arguments.port)]
-    command += ["--max-model-len", "4096", "--max-loras", str(arguments.max_loras)]
-    command += ["--max-lora-rank", str(max(map(int, arguments.ranks.split(","))))]
-    command += ["--adapter-dir", str(folder / "adapters"), *arguments.server_options]
-    with log.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-
-def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    while True:
-        if server.poll() is not None:
-            sys.exit(f"the server ended with {server.returncode}:\n{log.read_text()[-3000:]}")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+def server_options(folder: Path, arguments: argparse.Namespace) -> list[str]:
+    options = ["--max-model-len", "4096", "--max-loras", str(arguments.max_loras)]
+    options += ["--max-lora-rank", str(max(map(int, arguments.ranks.split(","))))]
+    return [*options, "--adapter-dir", str(folder / "adapters"), *arguments.server_options]
 
 
 def bench(url: str, rate: float, arguments: argparse.Namespace, result: Path) -> None:
@@ -64,27 +43,19 @@ def main() -> None:
     parser.add_argument("server_options", nargs="*", help="after --, for `lorakeet serve`")
     arguments = parser.parse_args()
     ranks = [int(rank) for rank in arguments.ranks.split(",")]
-    url = f"http://127.0.0.1:{arguments.port}"
     with tempfile.TemporaryDirectory() as name:
-        folder, log = Path(name), arguments.out / "server.log"
+        folder = Path(name)
         write_model(folder / "model")
         for index in trange(arguments.adapters, desc="adapters"):
             target = folder / "adapters" / f"a{index}"
             write_adapter(target, LLAMA_8B, ranks[index % len(ranks)], seed=index)
-        started = time.perf_counter()
-        server = start_server(folder, arguments, log)
-        try:
-            wait_until_healthy(url, server, log)
-            print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+        log, options = arguments.out / "server.log", server_options(folder, arguments)
+        with served(folder / "model", options, log, arguments.port) as url:
             for rate in map(float, arguments.rates.split(",")):
                 result = arguments.out / f"serve-{rate:g}.json"
                 bench(url, rate, arguments, result)
                 numbers = json.loads(result.read_text())
                 print(f"rate {rate:g}: {numbers['output_tokens_per_second']:.0f} output tokens/s")
-        finally:
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(60)
-            print(f"the server ended with {code}", flush=True)
 
 
 if __name__ == "__main__":

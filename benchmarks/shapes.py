@@ -8,10 +8,13 @@ are PEFT adapters of all seven projections. Needs no network.
 
 import argparse
 import json
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import trange
 
@@ -95,8 +98,52 @@ def write_model(folder: Path, config: dict[str, object] = LLAMA_8B) -> Path:
 
 
 def write_adapter(folder: Path, config: dict[str, object], rank: int, seed: int) -> Path:
-    """One random bfloat16 adapter, with A and B of 0.01 standard deviation."""
+    """One random bfloat16 adapter of all projections, A and B of 0.01 standard deviation."""
     folder.mkdir(parents=True, exist_ok=True)
+    leaves = list(projections(config))
+    tensors = random_tensors(config, rank, seed, leaves, every=1)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config(rank, leaves)))
+    return folder
+
+
+def write_copies(
+    folder: Path,
+    config: dict[str, object],
+    ranks: Sequence[int],
+    leaves: Sequence[str],
+    every: int = 1,
+) -> int:
+    """Adapters FOLDER/a0 … of these ranks, on some projections of every so many-th layer.
+
+    Those of a rank are copies but for two values, so no two have the same digest; there may be
+    2**14. Returns their bytes.
+    """
+    bodies = {
+        rank: save(random_tensors(config, rank, rank, leaves, every)) for rank in sorted(set(ranks))
+    }
+    layers = list(range(0, int(str(config["num_hidden_layers"])), every))
+
+    def write(number: int) -> int:
+        rank = ranks[number]
+        target, body = folder / f"a{number}", memoryview(bodies[rank])
+        target.mkdir(parents=True)
+        start = 8 + int.from_bytes(body[:8], "little")  # safetensors: size, header, values
+        # two bfloat16 from 2**-7 to 2**-6, with seven bits of the number each
+        own = struct.pack("<HH", 0x3C00 | number % 128, 0x3C00 | number // 128)
+        with (target / "adapter_model.safetensors").open("wb") as file:
+            file.writelines((body[:start], own, body[start + len(own) :]))
+        text = json.dumps(peft_config(rank, leaves) | {"layers_to_transform": layers})
+        (target / "adapter_config.json").write_text(text)
+        return len(body)
+
+    with ThreadPoolExecutor(8) as pool:
+        return sum(pool.map(write, range(len(ranks))))
+
+
+def random_tensors(
+    config: dict[str, object], rank: int, seed: int, leaves: Sequence[str], every: int
+) -> dict[str, torch.Tensor]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     random = torch.Generator(device).manual_seed(seed)
 
@@ -105,25 +152,24 @@ def write_adapter(folder: Path, config: dict[str, object], rank: int, seed: int)
         return values.bfloat16().cpu()
 
     tensors = {}
-    for layer in range(int(str(config["num_hidden_layers"]))):
-        for leaf, (block, inputs, outputs) in projections(config).items():
+    for layer in range(0, int(str(config["num_hidden_layers"])), every):
+        for leaf in leaves:
+            block, inputs, outputs = projections(config)[leaf]
             prefix = f"base_model.model.model.layers.{layer}.{block}.{leaf}"
             tensors[f"{prefix}.lora_A.weight"] = draw(rank, inputs)
             tensors[f"{prefix}.lora_B.weight"] = draw(outputs, rank)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "task_type": "CAUSAL_LM",
-                "r": rank,
-                "lora_alpha": 2 * rank,
-                "target_modules": list(projections(config)),
-                "bias": "none",
-            }
-        )
-    )
-    return folder
+    return tensors
+
+
+def peft_config(rank: int, leaves: Sequence[str]) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(leaves),
+        "bias": "none",
+    }
 
 
 def main() -> None:
