@@ -98,6 +98,16 @@ def test_one_adapter_of_many_tokens_and_rows(device: str, dtype: torch.dtype) ->
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.parametrize("ranks", [(31, 34), (63, 66), (1, 33, 32)])
+def test_adapters_rows_in_as_many_tiles_as_can_be(
+    ranks: tuple[int, ...], device: str, dtype: torch.dtype
+) -> None:
+    """From the last row of one tile to the first of another; and tiles of tokens share them."""
+    slots = [1, *[2] * 130, *[len(ranks)] * 70]
+    case = lora_case(slots, ranks, slice_sizes=(9, 5, 5), device=device, dtype=dtype)
+    assert_y_close(expanded(case), case.exact(), dtype)
+
+
 @pytest.mark.parametrize("ranks", [(64, 64), (65, 200), (3, 126, 70), (128,)])
 def test_a_token_with_several_tiles_of_rows(
     ranks: tuple[int, ...], device: str, dtype: torch.dtype
