@@ -5,15 +5,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lorakeet.lora.adapter import Adapter, AdapterError, Slot
 from lorakeet.lora.backend import make_backend
-from lorakeet.lora.batch import build_lora_batch
-from lorakeet.lora.pool import AdapterPool, table_width
+from lorakeet.lora.batch import LoRABatch
+from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
 from support.adapter_kinds import fuse_all, share_a
@@ -57,8 +57,7 @@ def our_outputs(adapter: Adapter, model: Path, inputs: dict[str, Tensor], base: 
         for layer in range(spec.num_layers):
             names = [n for part in spec.slice_names for n in inputs if is_at(n, part, layer)]
             y = torch.cat([base[name] for name in names], dim=1).clone()
-            batch = build_lora_batch(np.ones(len(y), np.int32))
-            assert batch is not None
+            batch = LoRABatch(torch.ones(len(y), dtype=torch.int32))
             backend = make_backend("cpu")
             add = backend.add_embedding if spec.name == "embed_tokens" else backend.add_linear
             add(y, inputs[names[0]], pool.layer(spec.name, layer), batch)
