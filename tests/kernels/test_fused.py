@@ -95,7 +95,8 @@ class TestRotateAndWrite:
         caches = torch.full((2, *shape), 7.0, dtype=dtype, device=device)
         slots = torch.randperm(num_tokens * self.BLOCK_SIZE)[:num_tokens].to(device)
         slots[3::5] = -1  # padding
-        q = rotary.rotate_and_write(qkv, cos, sin, norms, *caches, slots, self.HEADS)
+        k, v = caches
+        q = rotary.rotate_and_write(qkv, cos, sin, norms, k, v, slots, self.HEADS)
         assert q.dtype == dtype
         exact = reference.rotate_heads(
             qkv, cos, sin, norms, self.HEADS, self.KV_HEADS, torch.float64
@@ -124,7 +125,8 @@ def test_a_bad_row_stays_alone(
         angle = torch.full((num_tokens, 1, 32), 0.5, device=device)
         caches = torch.zeros(2, num_tokens, 1, 1, 32, dtype=dtype, device=device)
         slots = torch.arange(num_tokens, device=device)
-        q = rotary.rotate_and_write(y, angle, angle, None, *caches, slots, 1)
+        k, v = caches
+        q = rotary.rotate_and_write(y, angle, angle, None, k, v, slots, 1)
         residual = torch.ones(num_tokens, 96, dtype=dtype, device=device)
         normed = norm.add_rms_norm(y, residual, residual[0], 1e-5)
         return [q, *caches, *normed, activation.silu_mul(y, None, dtype)]

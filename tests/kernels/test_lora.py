@@ -159,20 +159,19 @@ def test_what_a_slot_lists_beside_its_rows_counts(device: str, dtype: torch.dtyp
     has it, by more than what is taken for equal."""
     case = lora_case([1, 2, 3], (8, 8, 8), device=device, dtype=dtype)
     listed = case.rank_rows
-    plain = {
-        "scales": torch.ones_like(listed.scales),
-        "offsets": torch.zeros_like(listed.offsets),
-        "magnitudes": torch.full_like(listed.magnitudes, -1),
-    }
-    for name, values in plain.items():
-        other = replace(case, rank_rows=replace(listed, **{name: values}))
-        owners = [2] if name == "magnitudes" else [0, 1, 2]
+    no_magnitudes = torch.full_like(listed.magnitudes, -1)
+    for others, owners in (
+        (replace(listed, scales=torch.ones_like(listed.scales)), [0, 1, 2]),
+        (replace(listed, offsets=torch.zeros_like(listed.offsets)), [0, 1, 2]),
+        (replace(listed, magnitudes=no_magnitudes), [2]),
+    ):
+        other = replace(case, rank_rows=others)
         for exact, changed in (
             (case.exact(), other.exact()),
             (case.exact_linear(), other.exact_linear()),
         ):
             moved = (exact - changed).abs().amax(1)
-            assert (moved[owners] > 0.1).all(), name
+            assert (moved[owners] > 0.1).all()
 
 
 def test_base_rows_are_bit_for_bit_the_base_layers(device: str, dtype: torch.dtype) -> None:
@@ -185,7 +184,6 @@ def test_base_rows_are_bit_for_bit_the_base_layers(device: str, dtype: torch.dty
     assert torch.equal(bits(linear(case)[bases]), bits(linear(alone)[bases]))
 
 
-@pytest.mark.xfail(strict=True, reason="the expand adds zeros to base rows: -0.0 becomes 0.0")
 def test_negative_zeros_of_base_rows_stay(device: str, dtype: torch.dtype) -> None:
     case = lora_case([0, 1, 0, 2, 3], (8, 5, 4), device=device, dtype=dtype)
     case.y[[0, 2], ::5] = -0.0

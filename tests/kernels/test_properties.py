@@ -27,8 +27,8 @@ SLOTS = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 def slot_rows(slot: int, num_rows: int) -> SlotRows:
     """Rows that tell of which slot they are; every second slot has magnitudes."""
     rows = 100 * slot + np.arange(num_rows, dtype=np.int32)
-    values = rows.astype(np.float32)
-    return SlotRows(rows, values / 7, -values / 3, 100 * slot + 99 if slot % 2 else -1)
+    scales, offsets = (rows / 7).astype(np.float32), (rows / -3).astype(np.float32)
+    return SlotRows(rows, scales, offsets, 100 * slot + 99 if slot % 2 else -1)
 
 
 def lists() -> st.SearchStrategy[tuple[list[int], list[int]]]:

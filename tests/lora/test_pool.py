@@ -255,7 +255,8 @@ class Listing:
         self.magnitudes[slot] = rows[-1] if adapter.has_magnitude else -1
 
     def blend(self, slot: int, parts: Sequence[tuple[int, float]]) -> None:
-        rows, counts = [], {}
+        rows: list[tuple[int, float, float]] = []
+        counts: dict[str, int] = {}
         for part, weight in parts:
             for name, count in self.counts[part].items():
                 counts[name] = len(rows) + count
@@ -267,8 +268,9 @@ class Listing:
 
     def clear(self, slot: int) -> None:
         self.pool.clear(Slot(slot))
-        for known in (self.rows, self.counts, self.magnitudes):
-            known.pop(slot, None)  # type: ignore[attr-defined]
+        self.rows.pop(slot, None)
+        self.counts.pop(slot, None)
+        self.magnitudes.pop(slot, None)
 
     def check(self) -> None:
         tables, slots = self.pool.tables, range(self.pool.num_slots)
