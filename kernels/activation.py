@@ -12,12 +12,15 @@ from lorakeet.kernels.token_tiles import (
     TOKENS,
     add_expanded,
     delta_args,
+    expand,
+    load_h,
     read_tile,
     scale_base,
 )
 
 _COLUMNS = 1024  # outputs of a program without deltas
-_DELTA_COLUMNS = 64  # outputs of a program with deltas
+_DELTA_COLUMNS = 1024  # outputs of a program with deltas
+_DELTA_BLOCK = 64  # that it works on at a time
 
 
 @triton.jit
@@ -41,6 +44,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     out,
     y_stride,
     size,
+    columns,
     h,
     b,
     order,
@@ -59,38 +63,76 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """A tile of tokens and some columns, block by block.
+
+    Most tiles of tokens meet one tile of rank rows. Then its h is kept, and the next blocks of
+    columns are on their way while one is worked on.
+    """
     tile = tl.program_id(0)
     tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_slice = n < size
-    mask = in_tile[:, None] & in_slice[None, :]
-    row_at = gate_up + tokens[:, None] * y_stride + n[None, :]
-    gate = tl.load(row_at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
-    gate = scale_base(gate, magnitude, b, n, in_slice, b_row_stride)
-    up = scale_base(up, magnitude, b + size, n, in_slice, b_row_stride)
-    for r0 in tl.range(low, high, BLOCK_R, num_stages=3):
-        j = r0 + tl.arange(0, BLOCK_R)
-        row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
-        b_at = b + row[:, None] * b_row_stride + n[None, :]
-        b_mask = (j < high)[:, None] & in_slice[None, :]
-        h_tile = h + (r0 // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
-        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-        gate_weights = tl.load(b_at, mask=b_mask, other=0.0)
-        gate = add_expanded(
-            gate, gate_weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-        )
-        h_tile += h_slice_stride
-        up_weights = tl.load(b_at + size, mask=b_mask, other=0.0)
-        up = add_expanded(
-            up, up_weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-        )
-    result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
-    tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
+    has_magnitude = tl.max(magnitude, 0) >= 0
+    near = (own_first < low + BLOCK_R) & (own_last > low)
+    h_tile = h + (low // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
+    gate_high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
+    up_high = load_h(h_tile + h_slice_stride, near, BLOCK_M, BLOCK_R)
+    gate_low, up_low = gate_high, up_high
+    if PARTS == 2:
+        gate_low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
+        up_low = load_h(h_tile + h_part_stride + h_slice_stride, near, BLOCK_M, BLOCK_R)
+    j = low + tl.arange(0, BLOCK_R)
+    row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
+    start = tl.program_id(1) * columns
+    end = tl.minimum(start + columns, size)
+    if (high <= low + BLOCK_R) & (has_magnitude == 0):
+        for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+            n = n0 + tl.arange(0, BLOCK_N)
+            in_slice = n < size
+            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            b_mask = (j < high)[:, None] & in_slice[None, :]
+            gate_weights = tl.load(b_at, mask=b_mask, other=0.0)
+            up_weights = tl.load(b_at + size, mask=b_mask, other=0.0)
+            mask = in_tile[:, None] & in_slice[None, :]
+            row_at = gate_up + tokens[:, None] * y_stride + n[None, :]
+            gate = tl.load(row_at, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
+            delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            gate += expand(gate_high, gate_low, gate_weights, delta, PARTS, PRECISION)
+            up += expand(up_high, up_low, up_weights, delta, PARTS, PRECISION)
+            result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+            tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
+        return
+    for n0 in range(start, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        in_slice = n < size
+        mask = in_tile[:, None] & in_slice[None, :]
+        row_at = gate_up + tokens[:, None] * y_stride + n[None, :]
+        gate = tl.load(row_at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
+        gate = scale_base(gate, magnitude, b, n, in_slice, b_row_stride)
+        up = scale_base(up, magnitude, b + size, n, in_slice, b_row_stride)
+        for r0 in tl.range(low, high, BLOCK_R, num_stages=STAGES):
+            j = r0 + tl.arange(0, BLOCK_R)
+            row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
+            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            b_mask = (j < high)[:, None] & in_slice[None, :]
+            near = (own_first < r0 + BLOCK_R) & (own_last > r0)
+            h_tile = h + (r0 // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
+            weights = tl.load(b_at, mask=b_mask, other=0.0)
+            gate = add_expanded(
+                gate, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+            )
+            h_tile += h_slice_stride
+            weights = tl.load(b_at + size, mask=b_mask, other=0.0)
+            up = add_expanded(
+                up, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+            )
+        result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+        tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
 
 
 def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor:
@@ -120,8 +162,10 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
         out,
         parts.row_stride,
         size,
+        _DELTA_COLUMNS,
         **delta_args(delta),
-        BLOCK_N=_DELTA_COLUMNS,
+        BLOCK_N=_DELTA_BLOCK,
+        STAGES=3,
         num_warps=4,
     )
     return out

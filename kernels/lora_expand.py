@@ -12,11 +12,14 @@ from lorakeet.kernels.token_tiles import (
     TOKENS,
     add_expanded,
     delta_args,
+    expand,
+    load_h,
     read_tile,
     scale_base,
 )
 
-_COLUMNS = 128  # outputs of a program
+_COLUMNS = 512  # outputs of a program
+_BLOCK = 64  # that it works on at a time
 
 
 # sizes that change from step to step must not compile anew
@@ -26,6 +29,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     y_stride,
     first_size,
     other_size,
+    columns,
     h,
     b,
     order,
@@ -44,13 +48,16 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     tile = tl.program_id(0)
     tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
-    if (high == 0) & (tl.max(magnitude, 0) < 0):
+    has_magnitude = tl.max(magnitude, 0) >= 0
+    in_tile = in_tile & ((own_first < own_last) | (magnitude >= 0))  # others keep every bit
+    if (high == 0) & (has_magnitude == 0):
         return
 
     # columns are counted slice by slice: the first slice, then the equal others
@@ -59,34 +66,58 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     slice_start = 0
     size = first_size
     if SLICES > 1:
-        first_blocks = tl.cdiv(first_size, BLOCK_N)
+        first_blocks = tl.cdiv(first_size, columns)
         if block >= first_blocks:
             block -= first_blocks
-            other_blocks = tl.cdiv(other_size, BLOCK_N)
+            other_blocks = tl.cdiv(other_size, columns)
             slice_id = 1 + block // other_blocks
             slice_start = first_size + (slice_id - 1) * other_size
             size = other_size
             block %= other_blocks
-    within = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_slice = within < size
-    n = slice_start + within
-
-    y_at = y + tokens[:, None] * y_stride + n[None, :]
-    mask = in_tile[:, None] & in_slice[None, :]
-    total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
-    total = scale_base(total, magnitude, b, n, in_slice, b_row_stride)
-    for r0 in tl.range(low, high, BLOCK_R, num_stages=3):
-        j = r0 + tl.arange(0, BLOCK_R)
-        row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
-        b_at = b + row[:, None] * b_row_stride + n[None, :]
-        weights = tl.load(b_at, mask=(j < high)[:, None] & in_slice[None, :], other=0.0)
-        pair = r0 // BLOCK_R + tile * span
-        h_tile = h + slice_id * h_slice_stride + pair * (BLOCK_M * BLOCK_R)
-        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-        total = add_expanded(
-            total, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-        )
-    tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
+    h_slice = h + slice_id * h_slice_stride + tile * span * (BLOCK_M * BLOCK_R)
+    near = (own_first < low + BLOCK_R) & (own_last > low)
+    h_tile = h_slice + low * BLOCK_M
+    h_high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
+    h_low = h_high
+    if PARTS == 2:
+        h_low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
+    j = low + tl.arange(0, BLOCK_R)
+    row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
+    start = block * columns
+    end = tl.minimum(start + columns, size)
+    if (high <= low + BLOCK_R) & (has_magnitude == 0):
+        for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+            within = n0 + tl.arange(0, BLOCK_N)
+            in_slice = within < size
+            n = slice_start + within
+            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            weights = tl.load(b_at, mask=(j < high)[:, None] & in_slice[None, :], other=0.0)
+            y_at = y + tokens[:, None] * y_stride + n[None, :]
+            mask = in_tile[:, None] & in_slice[None, :]
+            total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+            delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            total += expand(h_high, h_low, weights, delta, PARTS, PRECISION)
+            tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
+        return
+    for n0 in range(start, end, BLOCK_N):
+        within = n0 + tl.arange(0, BLOCK_N)
+        in_slice = within < size
+        n = slice_start + within
+        y_at = y + tokens[:, None] * y_stride + n[None, :]
+        mask = in_tile[:, None] & in_slice[None, :]
+        total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+        total = scale_base(total, magnitude, b, n, in_slice, b_row_stride)
+        for r0 in tl.range(low, high, BLOCK_R, num_stages=STAGES):
+            j = r0 + tl.arange(0, BLOCK_R)
+            row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
+            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            weights = tl.load(b_at, mask=(j < high)[:, None] & in_slice[None, :], other=0.0)
+            near = (own_first < r0 + BLOCK_R) & (own_last > r0)
+            h_tile = h_slice + r0 * BLOCK_M
+            total = add_expanded(
+                total, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
+            )
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
 
 
 def sgemm_lora_b(y: Tensor, delta: Delta, slice_sizes: Sequence[int]) -> None:
@@ -103,8 +134,9 @@ def sgemm_lora_b(y: Tensor, delta: Delta, slice_sizes: Sequence[int]) -> None:
         y.stride(0),
         first_size,
         other_size,
+        _COLUMNS,
         **delta_args(delta),
-        BLOCK_N=_COLUMNS,
+        BLOCK_N=_BLOCK,
+        STAGES=3,
         num_warps=4,
-        num_stages=2,
     )

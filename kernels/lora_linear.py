@@ -21,6 +21,7 @@ MAX_TOKENS = 128
 MAX_SPLITS = 4
 ROWS_AT_ONCE = 64  # rank rows of a tile
 MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
+_MIN_TOKENS = 32  # of a tile: fewer would be one more kernel to compile, and no faster
 _SHRINK_PROGRAMS = 128
 _SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
 _PROGRAMS = 96  # what fills most of a GPU
@@ -125,7 +126,7 @@ def _add_expanded(  # type: ignore[no-untyped-def]
 
 
 # sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "splits", "most_shrink_splits"])
 def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     w,
@@ -316,7 +317,7 @@ def lora_linear(
     assert len(counters) >= triton.cdiv(num_rows, ROWS_AT_ONCE) * num_slices
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
     assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
-    block_m = max(16, triton.next_power_of_2(num_tokens))
+    block_m = max(_MIN_TOKENS, triton.next_power_of_2(num_tokens))
     tiles = linear_tiles(block_m, output_size, x.itemsize)
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)

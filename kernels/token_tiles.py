@@ -91,6 +91,28 @@ def scale_base(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_h(  # type: ignore[no-untyped-def]
+    h_tile, near, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """A pair's h (M, R), for tokens (M,) that are `near`, and 0 for others."""
+    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
+    return tl.load(h_tile + place, mask=near[:, None], other=0.0)
+
+
+@triton.jit
+def expand(  # type: ignore[no-untyped-def]
+    high, low, weights, y, PARTS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """y (M, N) + h (M, R) · weights (R, N), float32 but for the weights; h = high + low."""
+    if PRECISION == "tf32":
+        weights = weights.to(tl.float32)
+    y = tl.dot(high, weights, y, input_precision=PRECISION)
+    if PARTS == 2:
+        y = tl.dot(low, weights, y)
+    return y
+
+
+@triton.jit
 def add_expanded(  # type: ignore[no-untyped-def]
     y,
     weights,
@@ -102,13 +124,9 @@ def add_expanded(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """y (M, N) + h (M, R) · weights (R, N), for tokens (M,) that are `near`, and 0 for others."""
-    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-    if PRECISION == "tf32":
-        weights = weights.to(tl.float32)
-    high = tl.load(h_tile + place, mask=near[:, None], other=0.0)
-    y = tl.dot(high, weights, y, input_precision=PRECISION)
+    """`expand`, of a pair whose h is not at hand yet."""
+    high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
+    low = high
     if PARTS == 2:
-        low = tl.load(h_tile + h_part_stride + place, mask=near[:, None], other=0.0)
-        y = tl.dot(low, weights, y)
-    return y
+        low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
+    return expand(high, low, weights, y, PARTS, PRECISION)
