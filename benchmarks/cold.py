@@ -124,9 +124,11 @@ class Prober:
 
 
 def split(names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Those of the streams; as many again, which fit the pool beside them; the others."""
+    """Those of the streams; as many again, which fit the pool beside them; all but the first, in
+    an order in which each has been displaced from the pool before its turn comes."""
     quarter = len(names) // 4
-    return names[:quarter], names[quarter : 2 * quarter], names[quarter:]
+    streams, fitting, others = names[:quarter], names[quarter : 2 * quarter], names[2 * quarter :]
+    return streams, fitting, [*others, *fitting]
 
 
 async def ask_working_set(

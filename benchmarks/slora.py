@@ -91,6 +91,7 @@ def plan(
     duration: float,
     vocab_size: int,
     lengths: tuple[int, int],
+    seed: int,
     start: float = 0.0,
 ) -> list[Planned]:
     workload = Workload(
@@ -101,7 +102,7 @@ def plan(
         input_len=lengths,
         output_len=lengths,
         duration=duration,
-        seed=int(start) + 1,
+        seed=seed,
         vocab_size=vocab_size,
     )
     return [replace(planned, at=planned.at + start) for planned in workload.plan()]
@@ -112,9 +113,9 @@ def measure(
 ) -> dict[float, Outcome]:
     """An outcome for each rate, one after the other without a pause."""
     vocab_size = int(str(scale.model["vocab_size"]))
-    warm_up = plan(names, max(rates), WARM_UP, vocab_size, scale.warm_up_lengths)
+    warm_up = plan(names, max(rates), WARM_UP, vocab_size, scale.warm_up_lengths, seed=0)
     plans = [
-        plan(names, rate, duration, vocab_size, scale.lengths, start=i * duration)
+        plan(names, rate, duration, vocab_size, scale.lengths, 1 + i, start=i * duration)
         for i, rate in enumerate(rates)
     ]
 
