@@ -11,6 +11,7 @@ from lorakeet.kernels.partial import load_sum, parts_of
 from lorakeet.kernels.token_tiles import (
     TOKENS,
     add_expanded,
+    columns_at_once,
     delta_args,
     expand,
     load_h,
@@ -19,8 +20,7 @@ from lorakeet.kernels.token_tiles import (
 )
 
 _COLUMNS = 1024  # outputs of a program without deltas
-_DELTA_COLUMNS = 1024  # outputs of a program with deltas
-_DELTA_BLOCK = 64  # that it works on at a time
+_DELTA_BLOCK = 64  # outputs that a program with deltas works on at a time
 
 
 @triton.jit
@@ -157,12 +157,13 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
         )
         return out
     assert parts.num_parts == 1
-    _expand_silu_mul_kernel[triton.cdiv(len(gate_up), TOKENS), triton.cdiv(size, _DELTA_COLUMNS)](
+    columns = columns_at_once(delta.rank_rows, size, _DELTA_BLOCK)
+    _expand_silu_mul_kernel[triton.cdiv(parts.num_rows, TOKENS), triton.cdiv(size, columns)](
         gate_up,
         out,
         parts.row_stride,
         size,
-        _DELTA_COLUMNS,
+        columns,
         **delta_args(delta),
         BLOCK_N=_DELTA_BLOCK,
         STAGES=3,

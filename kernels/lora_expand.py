@@ -11,6 +11,7 @@ from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.token_tiles import (
     TOKENS,
     add_expanded,
+    columns_at_once,
     delta_args,
     expand,
     load_h,
@@ -18,8 +19,7 @@ from lorakeet.kernels.token_tiles import (
     scale_base,
 )
 
-_COLUMNS = 512  # outputs of a program
-_BLOCK = 64  # that it works on at a time
+_BLOCK = 64  # outputs that a program works on at a time
 
 
 # sizes that change from step to step must not compile anew
@@ -128,13 +128,14 @@ def sgemm_lora_b(y: Tensor, delta: Delta, slice_sizes: Sequence[int]) -> None:
     first_size, other_size, others = slice_sizes[0], slice_sizes[-1], len(slice_sizes) - 1
     assert y.shape[1] == delta.b.shape[1] == first_size + others * other_size
     assert y.stride(1) == 1
-    blocks = triton.cdiv(first_size, _COLUMNS) + others * triton.cdiv(other_size, _COLUMNS)
+    columns = columns_at_once(delta.rank_rows, y.shape[1], _BLOCK)
+    blocks = triton.cdiv(first_size, columns) + others * triton.cdiv(other_size, columns)
     _expand_kernel[triton.cdiv(len(y), TOKENS), blocks](
         y,
         y.stride(0),
         first_size,
         other_size,
-        _COLUMNS,
+        columns,
         **delta_args(delta),
         BLOCK_N=_BLOCK,
         STAGES=3,

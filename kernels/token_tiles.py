@@ -18,6 +18,8 @@ from lorakeet.kernels.rank_rows import RankRows
 
 TOKENS = 64  # of a tile
 ROWS = 32  # rank rows of a tile
+_PROGRAMS = 512  # what fills a GPU
+_MOST_BLOCKS = 16
 
 
 def span(rank_rows: RankRows) -> int:
@@ -29,6 +31,13 @@ def num_pairs(rank_rows: RankRows) -> int:
     """Slots come in order, so tiles share rows with their neighbours alone."""
     token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
     return int(triton.cdiv(len(rank_rows.rows), ROWS) + span(rank_rows) * token_tiles)
+
+
+def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
+    """Outputs of a program, in whole blocks: several, as long as the programs fill a GPU."""
+    token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
+    blocks = token_tiles * triton.cdiv(size, block) // _PROGRAMS
+    return block * max(1, min(_MOST_BLOCKS, blocks))
 
 
 def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:
