@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# the name that it has since torch 2.13
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ProcessGroupError(Exception):
     """The processes did not all meet in time, or one of them could not take part."""
@@ -41,7 +44,7 @@ class ProcessGroup:
         if self.size == 1:
             return x
         parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(parts, x.contiguous())
+        _gather(parts, x.contiguous())
         return parts.view(self.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -49,6 +52,9 @@ class ProcessGroup:
         if self.size > 1:
             dist.broadcast(x, source)
         return x
+
+
+ALONE = ProcessGroup()
 
 
 def join(rank: int, size: int, address: str, device: torch.device, timeout: float) -> ProcessGroup:
