@@ -1,0 +1,206 @@
+"""One, two and four ranks beside PEFT: every kind of adapter and model, all in mixed batches."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorakeet.models.process_group import ProcessGroup
+from support.adapter_kinds import adapters_of_every_kind
+from support.adapters import ALL_LINEAR, make_adapter, peft_logprobs
+from support.blends import logprobs, summed_model
+from support.models import tiny_model
+from support.parallel_cases import Blend, ModelCase, make_prompts, run_cases
+from support.ranks import run_ranks
+from support.vocabularies import KINDS as VOCABULARIES
+from support.vocabularies import make_vocabulary_adapter, vocabulary_logprobs
+
+SIZES = (1, 2, 4)
+TOLERANCE = 1e-3
+ODD = {"vocab_size": 321}  # over two ranks one row of padding, over four three
+LAYERS = 3
+
+EVERYTHING = [*ALL_LINEAR, "embed_tokens", "lm_head"]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", ODD),
+    "tied": ("llama_tied", {"num_key_value_heads": 1, **ODD}),
+    "bias": ("llama_bias", {"num_key_value_heads": 4}),
+    "qwen2": ("qwen2", ODD),
+    "qwen3": ("qwen3", {"num_key_value_heads": 1}),
+    "vocabularies": ("llama", {}),
+    "tied_vocabularies": ("llama_tied", {}),
+}
+OWN_VOCABULARY = [
+    "both",
+    "tokens_of_each",
+    "tokens_and_lora_head",
+    "resized_lora",
+    "resized_dora_head",
+    "shrunk",
+]
+ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
+    "tied": {
+        "all": {"r": 3},
+        "k": {"r": 1, "target_modules": ["k_proj"]},
+        "v": {"r": 2, "target_modules": ["v_proj"]},
+        "ends": {"r": 5, "target_modules": ["embed_tokens", "lm_head"]},
+        "dora": {"r": 4, "use_dora": True, "target_modules": EVERYTHING},
+    },
+    "bias": {
+        "lora_only": {"r": 5, "bias": "lora_only"},
+        "all": {"r": 2, "bias": "all", "target_modules": ["o_proj", "down_proj"]},
+        "dora": {"r": 3, "use_dora": True, "use_rslora": True},
+        "dora_bias": {"r": 3, "use_dora": True, "bias": "all"},
+        "lora_bias": {"r": 4, "lora_bias": True},
+    },
+    "qwen2": {"all": {"r": 1, "bias": "all"}, "dora": {"r": 2, "use_dora": True}},
+    "qwen3": {"all": {"r": 6}, "k": {"target_modules": ["k_proj"]}, "dora": {"use_dora": True}},
+}
+BLENDS: dict[str, dict[str, Blend]] = {
+    "llama": {"blend": (("all_linear", 0.7), ("everything", -0.4), ("rslora", 1.2))},
+    "bias": {"blend": (("lora_only", -0.8), ("lora_bias", 0.5))},
+}
+
+
+class Files:
+    """Everything on disk, and what PEFT says of each prompt, by model."""
+
+    def __init__(self, root: Path) -> None:
+        self.expected: dict[str, dict[str, Tensor]] = {}
+        self.cases = [self._make(root / name, name) for name in MODELS]
+
+    def _make(self, root: Path, name: str) -> ModelCase:
+        kind, config = MODELS[name]
+        folder = tiny_model(root / "model", kind, **config)
+        oracles: dict[str, Callable[[list[int]], Tensor]] = {}
+        adapters: dict[str, Path] = {}
+
+        def add(adapter: str, served: Path, oracle: Path) -> None:
+            adapters[adapter] = served
+            oracles[adapter] = lambda tokens: peft_logprobs(folder, oracle, tokens)
+
+        if name == "llama":
+            for case in adapters_of_every_kind(root, folder):
+                add(case.name, case.folder, case.oracle)
+        for seed, (adapter, options) in enumerate(ADAPTERS.get(name, {}).items()):
+            path = make_adapter(root / adapter, folder, seed=seed, **options)
+            add(adapter, path, path)
+        if "vocabularies" in name:
+            for adapter in [*OWN_VOCABULARY, "both_tied"] if "tied" in name else OWN_VOCABULARY:
+                if "tied" in name and adapter in ("both", "tokens_of_each"):
+                    continue  # PEFT unties them
+                self._add_vocabulary(root / adapter, folder, adapter, adapters, oracles)
+        for blend, parts in BLENDS.get(name, {}).items():
+            summed = summed_model(folder, [(adapters[part], weight) for part, weight in parts])
+            oracles[blend] = lambda tokens, summed=summed: logprobs(summed, tokens)  # type: ignore[misc]
+        for base in ("base", "base alone"):
+            oracles[base] = lambda tokens: peft_logprobs(folder, None, tokens)
+        prompts = make_prompts(list(oracles), 300)
+        self.expected[name] = {each: oracle(prompts[each]) for each, oracle in oracles.items()}
+        return ModelCase(name, folder, adapters, BLENDS.get(name, {}), prompts)
+
+    @staticmethod
+    def _add_vocabulary(
+        path: Path,
+        model: Path,
+        name: str,
+        adapters: dict[str, Path],
+        oracles: dict[str, Callable[[list[int]], Tensor]],
+    ) -> None:
+        kind = VOCABULARIES[name]
+        adapters[name] = make_vocabulary_adapter(path, model, kind, seed=len(adapters))
+        oracles[name] = lambda tokens: vocabulary_logprobs(model, path, kind, tokens)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("parallel"))
+
+
+Results = list[dict[str, Any]]  # by rank
+
+
+@pytest.fixture(scope="module")
+def results(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    @cache
+    def run(size: int) -> Results:
+        folder = tmp_path_factory.mktemp(f"ranks{size}")
+        if size == 1:
+            run_cases(ProcessGroup(), files.cases, folder)
+        else:
+            run_ranks(size, run_cases, files.cases, folder)
+        return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+    return run
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_has_its_own_adapters_scores(
+    files: Files, results: Callable[[int], Results], name: str, size: int
+) -> None:
+    ranks = [result[name] for result in results(size)]
+    expected = files.expected[name]
+    assert ranks[0]["logprobs"].keys() == expected.keys()
+    for each, want in expected.items():
+        found: Tensor = ranks[0]["logprobs"][each]
+        torch.testing.assert_close(
+            found, want, atol=TOLERANCE, rtol=0, msg=lambda m, each=each: f"{each}: {m}"
+        )
+        for other in ranks[1:]:
+            assert torch.equal(other["logprobs"][each], found), each
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_adapters_need_no_collective_of_their_own(
+    results: Callable[[int], Results], size: int
+) -> None:
+    base = ["all_reduce"] * (1 + 2 * LAYERS) + ["all_gather"]
+    for result in results(size):
+        for name in MODELS:
+            assert result[name]["calls"] == [base] * 4, name
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_ranks_agree_on_what_an_adapter_is(results: Callable[[int], Results], size: int) -> None:
+    """Whoever gives out rows and caches prompts does it for all ranks."""
+    alone = results(1)[0]
+    for result in results(size):
+        for name in MODELS:
+            for key in ("digests", "num_rows"):
+                assert result[name][key] == alone[name][key]
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_rank_holds_its_share(results: Callable[[int], Results], size: int) -> None:
+    """Of the weights a 1/N, but for norms, biases of sums and KV heads that several ranks hold."""
+    alone = results(1)[0]["bias"]
+    for result in results(size):
+        assert result["bias"]["weight_bytes"] < 1.05 * alone["weight_bytes"] / size
+        assert result["bias"]["row_bytes"] < alone["row_bytes"]
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_parts_are_summed_before_the_one_all_reduce(
+    results: Callable[[int], Results], size: int
+) -> None:
+    for result in results(size):
+        reduced = result["reduced"]
+        assert reduced.dtype == torch.bfloat16
+        assert reduced.shape == (5, 3)
+        assert (reduced == sum(3.0 * (rank + 1) for rank in range(size))).all()
+
+
+def test_every_adapter_changes_the_scores(files: Files) -> None:
+    """Else parity would say nothing."""
+    for case in files.cases:
+        expected: Mapping[str, Tensor] = files.expected[case.name]
+        base = {name: peft_logprobs(case.folder, None, case.prompts[name]) for name in expected}
+        for name in case.adapters:
+            columns = min(expected[name].shape[1], base[name].shape[1])
+            difference = expected[name][:, :columns] - base[name][:, :columns]
+            assert difference.abs().max() > 10 * TOLERANCE, (case.name, name)
