@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from lorakeet.models.process_group import ProcessGroup, join, leave
 
@@ -19,7 +19,7 @@ def run_ranks(size: int, work: Callable[..., None], *args: Any) -> None:
 
     `work` is a function of a module that a new process can import.
     """
-    context = torch.multiprocessing.spawn(
+    context = spawn(  # type: ignore[no-untyped-call]
         _run, (size, f"127.0.0.1:{free_port()}", work, args), nprocs=size, join=False
     )
     while not context.join(_TIMEOUT):
