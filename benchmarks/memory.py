@@ -92,12 +92,11 @@ def main() -> None:
     for part in ("weights", "adapter_pool", "adapter_vocabularies", "allowance", "kv_cache"):
         print(f"  {part.replace('_', ' '):22}{getattr(found, part) / GiB:8.2f} GiB")
     print(f"  {'unused':22}{(arguments.gpu - found.usable) / GiB:8.2f} GiB")
-    print(
-        f"An adapter takes {found.row / 2**20:.2f} MiB for each rank: the pool holds {found.rows}"
-    )
-    print(f"rank rows, {found.rows // settings.max_lora_rank} adapters of the largest rank.")
-    print(f"A token takes {found.token / 2**10:.0f} KiB of KV cache: there is room for")
-    print(f"{found.tokens} tokens.")
+    row, token = found.row / 2**20, found.token / 2**10
+    adapters = found.rows // settings.max_lora_rank
+    print(f"An adapter takes {row:.2f} MiB for each rank that it has;")
+    print(f"  the pool holds {found.rows}: {adapters} adapters of the largest rank.")
+    print(f"A token takes {token:.0f} KiB of KV cache; there is room for {found.tokens}.")
 
 
 if __name__ == "__main__":
