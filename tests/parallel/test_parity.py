@@ -13,7 +13,7 @@ from lorakeet.models.process_group import ProcessGroup
 from support.adapter_kinds import adapters_of_every_kind
 from support.adapters import ALL_LINEAR, make_adapter, peft_logprobs
 from support.blends import logprobs, summed_model
-from support.models import tiny_model
+from support.models import VOCAB_SIZE, tiny_model
 from support.parallel_cases import Blend, ModelCase, make_prompts, run_cases
 from support.ranks import run_ranks
 from support.vocabularies import KINDS as VOCABULARIES
@@ -153,6 +153,13 @@ def test_every_row_has_its_own_adapters_scores(
         assert torch.nan_to_num(found - want, nan=torch.inf).abs().max() <= TOLERANCE, each
         for other in ranks[1:]:
             assert torch.equal(other["logprobs"][each], found), each
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_padding_is_no_token(results: Callable[[int], Results], size: int) -> None:
+    for result in results(size):
+        for name, (_, config) in MODELS.items():
+            assert result[name]["columns"]["base alone"] == config.get("vocab_size", VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])

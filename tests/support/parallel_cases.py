@@ -100,9 +100,10 @@ def _run_case(group: ProcessGroup, case: ModelCase) -> dict[str, Any]:
     vocab_size = model.config.vocab_size
     return {
         "logprobs": {
-            name: torch.log_softmax(logits[:, : sizes.get(name, vocab_size)], dim=-1)
+            name: torch.log_softmax(logits, dim=-1)[:, : sizes.get(name, vocab_size)]
             for name, logits in passes.logits.items()
         },
+        "columns": {name: logits.shape[1] for name, logits in passes.logits.items()},
         "calls": calls,
         "row_bytes": bytes_per_row(specs, torch.float32),
         "weight_bytes": sum(weight.numel() * 4 for weight in model.parameters()),
