@@ -128,7 +128,7 @@ class Adapter:
 
     @property
     def blendable(self) -> bool:
-        """Its effect is a sum of rows, the same for every token: it can be one of a weighted sum."""
+        """Its effect is a sum of rows, equal for all tokens: it can be one of a weighted sum."""
         return not (self.has_magnitude or self.vocabulary or self.invocation)
 
     @property

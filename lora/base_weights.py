@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -11,7 +12,7 @@ from lorakeet.lora.adapter import AdapterError
 from lorakeet.lora.peft_tensors import BaseTensor
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.parallel import ParallelLinear
-from lorakeet.models.weights import read_tensors
+from lorakeet.models.weights import Checkpoint
 
 _BLOCK = 4096  # rows compared at a time: the model may be on a device with little memory left
 
@@ -28,7 +29,7 @@ class BaseWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, model: LlamaForCausalLM) -> None:
-        self._checkpoint = model.checkpoint
+        self._folder = model.checkpoint
         self._dtype = model.dtype
         embedding = _Part(("model.embed_tokens.weight",), model.model.embed_tokens, slice(None))
         is_tied = model.config.tie_word_embeddings
@@ -65,10 +66,15 @@ class BaseWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._ends) + len(self._linear)
 
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        assert self._folder is not None
+        return Checkpoint(self._folder)
+
     def _read(self, part: "_Part") -> Tensor:
-        if self._checkpoint is None:
+        if self._folder is None:
             raise AdapterError("it can only be checked against real weights; the model's are dummy")
-        tensors = read_tensors(self._checkpoint, part.names)
+        tensors = [self._checkpoint.read(name) for name in part.names]
         return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).to(self._dtype)
 
 

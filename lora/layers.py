@@ -17,6 +17,7 @@ from lorakeet.models.parallel import (
     ParallelLMHead,
     RowParallelLinear,
     VocabParallelEmbedding,
+    sum_parts,
 )
 
 
@@ -46,7 +47,11 @@ class LinearWithLoRA(BaseLayerWithLoRA):
     base_layer: ParallelLinear
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """(T, input) → (T, output), or its parts: see `LoRABackend.linear`."""
+        """(T, input) → (T, output)."""
+        return sum_parts(self.parts(x, batch), x.dtype)
+
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """(T, output), or its parts: see `LoRABackend.linear`."""
         lora = self._lora_batch(batch)
         if lora is None:
             return self.base_layer(x, batch)  # type: ignore[no-any-return]
@@ -98,7 +103,7 @@ class RowParallelLinearWithLoRA(LinearWithLoRA):
 
     base_layer: RowParallelLinear
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         lora = self._lora_batch(batch)
         if lora is None:
             return self.base_layer(x, batch)  # type: ignore[no-any-return]

@@ -44,8 +44,9 @@ class LlamaAttention(nn.Module):
         self.cache: LayerCache | None = None  # bind_kv_cache
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
-        attended = ops.attend(self, self.qkv_proj(x, batch))
-        return self.o_proj(attended, batch)  # type: ignore[no-any-return]
+        """The output's parts: see `ParallelLinear.parts`."""
+        attended = ops.attend(self, self.qkv_proj.parts(x, batch))
+        return self.o_proj.parts(attended, batch)
 
 
 class LlamaMLP(nn.Module):
@@ -56,8 +57,9 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(cuts.mlp, hidden, "down_proj", bias, group)
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
+        """The output's parts: see `ParallelLinear.parts`."""
         activated = self.gate_up_proj.project(x, batch, ops.silu_mul)
-        return self.down_proj(activated, batch)  # type: ignore[no-any-return]
+        return self.down_proj.parts(activated, batch)
 
 
 class LlamaDecoderLayer(nn.Module):

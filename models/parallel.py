@@ -71,6 +71,11 @@ class ParallelLinear(nn.Module):
         """(T, input_size) → (T, output_size)."""
         return self.product(x)
 
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """The output for one of `models.ops`: a wrapped layer may leave it in float32 parts,
+        (splits, T, output_size), that are to be summed up."""
+        return self(x, batch)  # type: ignore[no-any-return]
+
     def product(self, x: Tensor) -> Tensor:
         """What this rank has of the output, before any sum over the ranks."""
         return _linear(x, self.weight, self.bias)
@@ -141,13 +146,11 @@ class RowParallelLinear(ParallelLinear):
         return self.reduce(self.product(x))
 
     def reduce(self, y: Tensor) -> Tensor:
-        """The sum over all ranks. y: (T, output_size), or float32 parts of it, (splits, T,
-        output_size), which are first summed up and rounded; alone, they stay as they are."""
+        """The sum over all ranks. y: (T, output_size), or its parts, which are first summed up;
+        alone, they stay as they are."""
         if self.group.size == 1:
             return y
-        if y.ndim == 3:
-            y = y.sum(0).to(self.weight.dtype)
-        return self.group.all_reduce(y)
+        return self.group.all_reduce(sum_parts(y, self.weight.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -214,6 +217,11 @@ class ParallelLMHead(nn.Module):
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         yield "weight", Piece.of(self.weight.detach(), self.vocab, Cut.none(self.hidden_size))
+
+
+def sum_parts(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, output) as it is; of float32 parts (splits, T, output) the sum, rounded to `dtype`."""
+    return y if y.ndim == 2 else y.sum(0).to(dtype)
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Safetensors files → the model's parameters, one tensor at a time, never a second copy."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -190,14 +190,16 @@ def _fill(file: Path, name: str, piece: Piece) -> None:
             filled.copy_(source[piece.places])
 
 
-def read_tensors(folder: Path, names: Sequence[str]) -> list[Tensor]:
-    """Whole tensors of a folder that a model was loaded from, in the type of the file."""
-    found = {}
-    for file in _weight_files(folder):
-        with safe_open(file, "pt") as tensors:
-            for name in {*names}.intersection(tensors.offset_keys()):
-                found[name] = tensors.get_tensor(name)
-    return [found[name] for name in names]
+class Checkpoint:
+    """The whole tensors of a folder that a model was loaded from, in the type of the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {name: file for file in _weight_files(folder) for name in _tensor_names(file)}
+
+    def read(self, name: str) -> Tensor:
+        """Mapped: what is not looked at is not read."""
+        with safe_open(self._files[name], "pt") as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def _check_tied_head(file: Path, embed_tokens: VocabParallelEmbedding) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakeet.models.process_group import ProcessGroup
+from lorakeet.models.process_group import ProcessGroup, ProcessGroupError, join
 from support.adapter_kinds import adapters_of_every_kind
 from support.adapters import ALL_LINEAR, make_adapter, peft_logprobs
 from support.blends import logprobs, summed_model
 from support.models import VOCAB_SIZE, tiny_model
 from support.parallel_cases import Blend, ModelCase, make_prompts, run_cases
-from support.ranks import run_ranks
+from support.ranks import free_port, run_ranks
 from support.vocabularies import KINDS as VOCABULARIES
 from support.vocabularies import make_vocabulary_adapter, vocabulary_logprobs
 
@@ -200,6 +200,35 @@ def test_parts_are_summed_before_the_one_all_reduce(
         assert reduced.dtype == torch.bfloat16
         assert reduced.shape == (5, 3)
         assert (reduced == sum(3.0 * (rank + 1) for rank in range(size))).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_collectives(results: Callable[[int], Results], size: int, dtype: torch.dtype) -> None:
+    by_rank = [torch.arange(6.0).view(2, 3).to(dtype) + 10 * rank for rank in range(size)]
+    want = {
+        "sum": torch.stack(by_rank).sum(0),
+        "sum of columns": torch.stack(by_rank).sum(0)[:, 1:],
+        "gather 0": torch.cat(by_rank),
+        "gather 1": torch.cat(by_rank, dim=1),
+        "broadcast": by_rank[-1],
+    }
+    for result in results(size):
+        for name, tensor in want.items():
+            assert result["collectives"][f"{name} {dtype}"].equal(tensor), name
+
+
+def test_who_waits_for_others_in_vain_is_told() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ProcessGroupError, match=r"rank 0 of 2 .* within 1 seconds"):
+        join(0, 2, address, torch.device("cpu"), timeout=1)
+    assert join(0, 1, address, torch.device("cpu"), timeout=1) == ProcessGroup()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_ranks_are_below_the_size(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match="no rank"):
+        ProcessGroup(rank, size)
 
 
 def test_every_adapter_changes_the_scores(files: Files) -> None:

@@ -1,6 +1,6 @@
 """What each rank holds, put together again by the design's table, is the whole: any shape."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lorakeet.models.weights as weights_module
-from lorakeet.lora.adapter import Adapter, GroupSpec
+from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec
+from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.canonical import pack
 from lorakeet.lora.peft_config import Scaling
 from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors
@@ -270,11 +271,33 @@ class TestTiedHead:
 
     @staticmethod
     def _add_head(folder: Path, change: Callable[[Tensor], Tensor]) -> None:
-        (embedding,) = weights_module.read_tensors(folder, ["model.embed_tokens.weight"])
-        tensors = dict(_tensors(folder))
-        save_file(tensors | {"lm_head.weight": change(embedding)}, folder / "model.safetensors")
+        file = folder / "model.safetensors"
+        tensors: Whole = load_file(file)
+        save_file(tensors | {"lm_head.weight": change(tensors["model.embed_tokens.weight"])}, file)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    names = weights_module._tensor_names(folder / "model.safetensors")
-    return zip(names, weights_module.read_tensors(folder, names), strict=True)
+class TestBaseWeights:
+    """What adapters are compared with is whole on every rank."""
+
+    @pytest.mark.parametrize("kind", ["llama_bias", "llama_tied"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_are_those_of_the_whole_model(self, tmp_path: Path, kind: str, dtype: Any) -> None:
+        folder = tiny_model(tmp_path, kind, vocab_size=323)
+        whole = BaseWeights(weights_module.load_model(folder, "cpu", dtype))
+        model = weights_module.load_model(folder, "cpu", dtype, group=ProcessGroup(3, 4))
+        cut = BaseWeights(model)
+        assert list(cut) == list(whole)
+        for name, want in whole.items():
+            assert cut[name].equal(want), name
+            assert cut[name].dtype == want.dtype
+        for weights in (whole, cut):
+            ends = {weights[name].data_ptr() for name in ("embed_tokens", "lm_head")}
+            assert len(ends) == (1 if kind == "llama_tied" else 2)
+
+    def test_dummy_weights_are_no_base_of_an_adapter(self, tmp_path: Path) -> None:
+        folder = tiny_model(tmp_path / "model")
+        (folder / "model.safetensors").unlink()
+        group = ProcessGroup(1, 2)
+        model = weights_module.load_model(folder, "cpu", load_format="dummy", group=group)
+        with pytest.raises(AdapterError, match="the model's are dummy"):
+            BaseWeights(model)["layers.0.o_proj"]

@@ -55,6 +55,7 @@ def run_cases(group: ProcessGroup, cases: Sequence[ModelCase], results: Path) ->
     """What a rank does: the log-probabilities of every prompt, to `results`/RANK.pt."""
     found: dict[str, Any] = {case.name: _run_case(group, case) for case in cases}
     found["reduced"] = _reduce_parts(group)
+    found["collectives"] = _call_collectives(group)
     torch.save(found, results / f"{group.rank}.pt")
 
 
@@ -139,3 +140,16 @@ def _reduce_parts(group: ProcessGroup) -> Tensor:
     """A row-parallel layer's output that comes in parts, as on CUDA."""
     layer = RowParallelLinear(4, 3, "o_proj", group=group).bfloat16()
     return layer.reduce(torch.full((2, 5, 3), 1.5 * (group.rank + 1)))
+
+
+def _call_collectives(group: ProcessGroup) -> dict[str, Tensor]:
+    """Of a tensor whose values are those of one rank each."""
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        own = torch.arange(6.0).view(2, 3).to(dtype) + 10 * group.rank
+        results[f"sum {dtype}"] = group.all_reduce(own.clone())
+        results[f"sum of columns {dtype}"] = group.all_reduce(own.clone()[:, 1:])
+        for dim in (0, 1):
+            results[f"gather {dim} {dtype}"] = group.all_gather(own, dim)
+        results[f"broadcast {dtype}"] = group.broadcast(own.clone(), group.size - 1)
+    return results
