@@ -88,7 +88,7 @@ def _report_read(channel: Channel, adapter_id: int, future: "Future[Adapter]") -
         channel.report(AdapterRead(adapter_id, None, str(error)))
 
 
-def main() -> int:
+def main() -> None:
     fd, rank, address, model = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -108,11 +108,10 @@ def main() -> int:
         time.sleep(SETTLE_SECONDS)
         logger.exception("rank %s is dead", rank)
         channel.report(Failed(f"{type(error).__name__}: {error}"))
-    return 1
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        main()
+    finally:  # whatever is wrong, nothing here may hold the process back
+        os._exit(1)

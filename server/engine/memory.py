@@ -129,7 +129,8 @@ def cache_size(
     memory: int,
     group: ProcessGroup = ALONE,
 ) -> CacheSize:
-    """The cache in at most `memory` bytes of a rank, and never more blocks than all sequences could use.
+    """The cache in at most `memory` bytes of a rank, and never more blocks than all sequences could
+    use.
 
     The longest sequence always fits: a `max_model_len` that was left out is lowered for it, one
     that was given and does not fit raises SettingsError.

@@ -43,14 +43,14 @@ def run_engine(
     this is rank 0, in a process of its own: `die(reason)` must end it at once, from any thread,
     when another rank has ended.
     """
+    runner: Runner | None = None
     try:
         with _other_ranks(settings, model_folder, die) as followers:
-            try:
-                _run(settings, model_folder, inbox, send, followers)
-            except Exception as error:
-                if followers is not None and not isinstance(error, USER_ERRORS):
-                    time.sleep(SETTLE_SECONDS)
-                raise
+            runner = _make_runner(settings, model_folder, followers)
+            executor = runner if followers is None else LeadingRunner(runner, followers)
+            loop = EngineLoop(make_scheduler(settings, runner), executor, runner.host_store, send)
+            send(_info(settings, runner))
+            loop.run(inbox)
     except USER_ERRORS as error:
         send(EngineDead(str(error)))
         return False
@@ -58,6 +58,9 @@ def run_engine(
         logger.exception("the engine is dead")
         send(EngineDead(f"{type(error).__name__}: {error}"))
         return False
+    finally:
+        if runner is not None:
+            runner.host_store.shutdown()
     return True
 
 
@@ -73,27 +76,12 @@ def _other_ranks(
     followers = Followers(settings, model_folder, die)
     try:
         yield followers
+    except Exception as error:
+        if not isinstance(error, USER_ERRORS):
+            time.sleep(2 * SETTLE_SECONDS)  # theirs come first
+        raise
     finally:
         followers.close()
-
-
-def _run(
-    settings: Settings,
-    model_folder: Path,
-    inbox: Inbox,
-    send: Callable[[Event], None],
-    followers: Followers | None,
-) -> None:
-    runner = _make_runner(settings, model_folder, followers)
-    try:
-        executor = runner if followers is None else LeadingRunner(runner, followers)
-        loop = EngineLoop(make_scheduler(settings, runner), executor, runner.host_store, send)
-        send(_info(settings, runner))
-        loop.run(inbox)
-    finally:
-        if followers is not None:
-            followers.close()  # nobody waits for their reads any more
-        runner.host_store.shutdown()
 
 
 def _make_runner(settings: Settings, model_folder: Path, followers: Followers | None) -> Runner:

@@ -145,7 +145,7 @@ class Runner:
         self.config = self.model.config
         self.dtype = self.model.dtype
         memory.check_model_len(settings, self.config)
-        specs = group_specs(self.config)
+        specs = group_specs(self.config, group)
         self.host_store = HostStore(
             specs,
             max_rank=settings.max_lora_rank,
