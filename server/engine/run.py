@@ -9,7 +9,7 @@ from pathlib import Path
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import UnsupportedModelError, load_config
-from lorakeet.models.process_group import join
+from lorakeet.models.process_group import ProcessGroupError, join
 from lorakeet.models.weights import WeightsError
 from lorakeet.server.engine.leader import Followers, LeadingRunner
 from lorakeet.server.engine.loop import EngineLoop, Inbox
@@ -22,7 +22,7 @@ from lorakeet.server.engine.scheduler_config import SchedulerConfig
 logger = logging.getLogger(__name__)
 
 # What a user can put right: the message says all that there is to say.
-USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError)
+USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError, ProcessGroupError)
 
 # An error of one rank may come of another's death, which is told, and ends all, in this time.
 SETTLE_SECONDS = 1.0
