@@ -149,10 +149,46 @@ def test_every_row_has_its_own_adapters_scores(
     for each, want in expected.items():
         found: Tensor = ranks[0]["logprobs"][each]
         assert found.shape == want.shape, each
-        # of tokens that are not a row's own, the score is -inf for both
-        assert torch.nan_to_num(found - want, nan=torch.inf).abs().max() <= TOLERANCE, each
+        assert (found - want).abs().max() <= TOLERANCE, each
         for other in ranks[1:]:
             assert torch.equal(other["logprobs"][each], found), each
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+class TestOnGPUs:
+    @staticmethod
+    def run(files: Files, folder: Path, size: int, dtype: str) -> dict[str, dict[str, Tensor]]:
+        """Rank 0's log-probabilities by model; all ranks have the same."""
+        run_ranks(size, run_cases, files.cases, folder, "cuda", dtype, device="cuda")
+        ranks = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+        found = {name: ranks[0][name]["logprobs"] for name in MODELS}
+        for name, by_adapter in found.items():
+            for each, values in by_adapter.items():
+                assert all(rank[name]["logprobs"][each].equal(values) for rank in ranks), each
+        return found
+
+    def test_in_float32_they_are_pefts(self, files: Files, tmp_path: Path) -> None:
+        found = self.run(files, tmp_path, 2, "float32")
+        for name, expected in files.expected.items():
+            for each, want in expected.items():
+                assert (found[name][each] - want).abs().max() <= TOLERANCE, (name, each)
+
+    def test_in_bfloat16_two_are_as_close_as_one(self, files: Files, tmp_path: Path) -> None:
+        errors = {}
+        for size in (1, 2):
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            found = self.run(files, folder, size, "bfloat16")
+            errors[size] = {
+                name: torch.stack(
+                    [(found[name][each] - want).abs().mean() for each, want in expected.items()]
+                )
+                for name, expected in files.expected.items()
+            }
+        for name in MODELS:
+            assert errors[2][name].mean() < 1.1 * errors[1][name].mean(), name
+            assert (errors[2][name] < 2 * errors[1][name] + 0.01).all(), name
 
 
 @pytest.mark.parametrize("size", SIZES)

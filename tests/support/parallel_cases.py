@@ -21,7 +21,7 @@ from lorakeet.lora.specs import group_specs
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.parallel import RowParallelLinear
 from lorakeet.models.process_group import ProcessGroup
-from lorakeet.models.weights import load_model
+from lorakeet.models.weights import DtypeName, load_model
 from support.passes import Passes
 from support.ranks import CountingGroup
 
@@ -51,23 +51,38 @@ def make_prompts(names: Sequence[str], vocab_size: int) -> dict[str, list[int]]:
     }
 
 
-def run_cases(group: ProcessGroup, cases: Sequence[ModelCase], results: Path) -> None:
-    """What a rank does: the log-probabilities of every prompt, to `results`/RANK.pt."""
-    found: dict[str, Any] = {case.name: _run_case(group, case) for case in cases}
-    found["reduced"] = _reduce_parts(group)
-    found["collectives"] = _call_collectives(group)
+def run_cases(
+    group: ProcessGroup,
+    cases: Sequence[ModelCase],
+    results: Path,
+    device: str = "cpu",
+    dtype: DtypeName = "float32",
+) -> None:
+    """What a rank does: the log-probabilities of every prompt, to `results`/RANK.pt.
+
+    On "cuda" the device is the current one.
+    """
+    with torch.device(device):
+        found: dict[str, Any] = {
+            "reduced": _reduce_parts(group).cpu(),
+            "collectives": {k: v.cpu() for k, v in _call_collectives(group).items()},
+        }
+    for case in cases:
+        found[case.name] = _run_case(group, case, device, dtype)
     torch.save(found, results / f"{group.rank}.pt")
 
 
-def _run_case(group: ProcessGroup, case: ModelCase) -> dict[str, Any]:
-    model = load_model(case.folder, "cpu", group=group)
+def _run_case(
+    group: ProcessGroup, case: ModelCase, device: str, dtype: DtypeName
+) -> dict[str, Any]:
+    model = load_model(case.folder, device, dtype, group=group)
     specs = group_specs(model.config, group)
     adapters = {
         name: read_adapter(
             folder,
             specs,
             max_rank=_MAX_RANK,
-            dtype=torch.float32,
+            dtype=model.dtype,
             base_weights=BaseWeights(model),
         )
         for name, folder in case.adapters.items()
@@ -75,16 +90,16 @@ def _run_case(group: ProcessGroup, case: ModelCase) -> dict[str, Any]:
     num_rows = sum(adapter.num_rows for adapter in adapters.values())
     width = table_width(2 * _MAX_RANK)
     num_slots = 1 + len(adapters) + len(case.blends)
-    pool = AdapterPool(specs, num_slots, num_rows, width, torch.float32, "cpu")
+    pool = AdapterPool(specs, num_slots, num_rows, width, model.dtype, device)
     rows = list(range(num_rows))
     Random(1).shuffle(rows)
     slots = {name: Slot(index) for index, name in enumerate([*adapters, *case.blends], start=1)}
     for name, adapter in adapters.items():
-        pool.write(slots[name], [rows.pop() for _ in range(adapter.num_rows)], adapter)
+        pool.write(slots[name], [rows.pop() for _ in range(adapter.num_rows)], adapter).wait()
     for name, parts in case.blends.items():
         listed = [(slots[part], adapters[part].num_rows, weight) for part, weight in parts]
-        pool.write_blend(slots[name], listed)
-    wrap_model(model, pool, make_backend("cpu"))
+        pool.write_blend(slots[name], listed).wait()
+    wrap_model(model, pool, make_backend(device))
     passes = Passes(model, num_blocks=1024)
     calls = []
     for chunks in _chunks(case.prompts):
@@ -101,7 +116,7 @@ def _run_case(group: ProcessGroup, case: ModelCase) -> dict[str, Any]:
     vocab_size = model.config.vocab_size
     return {
         "logprobs": {
-            name: torch.log_softmax(logits, dim=-1)[:, : sizes.get(name, vocab_size)]
+            name: torch.log_softmax(logits.float().cpu(), dim=-1)[:, : sizes.get(name, vocab_size)]
             for name, logits in passes.logits.items()
         },
         "columns": {name: logits.shape[1] for name, logits in passes.logits.items()},

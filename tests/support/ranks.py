@@ -1,4 +1,4 @@
-"""Ranks of a process group on the CPU: real processes, which meet by gloo."""
+"""Ranks of a process group: real processes, which meet by gloo, or by NCCL on a GPU each."""
 
 import socket
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from lorakeet.models.process_group import ProcessGroup, join, leave
 _TIMEOUT = 120.0  # seconds; of a run that takes a few
 
 
-def run_ranks(size: int, work: Callable[..., None], *args: Any) -> None:
+def run_ranks(size: int, work: Callable[..., None], *args: Any, device: str = "cpu") -> None:
     """`work(group, *args)` in `size` processes; what one of them raises is raised here.
 
     `work` is a function of a module that a new process can import.
     """
     context = spawn(  # type: ignore[no-untyped-call]
-        _run, (size, f"127.0.0.1:{free_port()}", work, args), nprocs=size, join=False
+        _run, (size, f"127.0.0.1:{free_port()}", device, work, args), nprocs=size, join=False
     )
     while not context.join(_TIMEOUT):
         pass
@@ -33,10 +33,18 @@ def free_port() -> int:
 
 
 def _run(
-    rank: int, size: int, address: str, work: Callable[..., None], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    address: str,
+    device: str,
+    work: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    group = join(rank, size, address, torch.device("cpu"), _TIMEOUT)
+    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(own)
+    group = join(rank, size, address, own, _TIMEOUT)
     work(CountingGroup(group.rank, group.size), *args)
     leave()
 
