@@ -53,6 +53,19 @@ TINY = LLAMA_8B | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# The shape: https://huggingface.co/meta-llama/Llama-3.1-70B, config.json.
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 131072,
+}
+
+SHAPES = {
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
+    "meta-llama/Llama-3.1-70B-Instruct": LLAMA_70B,
+}
 
 
 def projections(config: dict[str, object]) -> dict[str, tuple[str, int, int]]:

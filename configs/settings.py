@@ -57,8 +57,11 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format; auto: float32 on a CPU, the checkpoint's on a GPU"
     )
-    tensor_parallel_size: Literal[1] = Field(
-        1, description="GPUs to cut the model over; so far only 1"
+    tensor_parallel_size: Count = Field(
+        1, description="GPUs to cut the model over (on a CPU: processes)"
+    )
+    start_timeout: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds in which all processes of a model that is cut must be ready"
     )
 
     max_model_len: Count | None = Field(

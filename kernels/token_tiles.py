@@ -37,7 +37,7 @@ def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
     """Outputs of a program, in whole blocks: several, as long as the programs fill a GPU."""
     token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
     blocks = token_tiles * triton.cdiv(size, block) // _PROGRAMS
-    return block * max(1, min(_MOST_BLOCKS, blocks))
+    return block * max(1, min(_MOST_BLOCKS, int(blocks)))
 
 
 def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:

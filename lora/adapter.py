@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NewType
 if TYPE_CHECKING:  # the API process uses the names below without waiting for torch
     from torch import Tensor
 
+    from lorakeet.models.cuts import Cut
+
 AdapterId = NewType("AdapterId", int)  # one load of one adapter; never used again; 0 is the base
 Slot = NewType("Slot", int)  # row of the pool's row table, a kernel's weight index; 0 is none
 
@@ -27,7 +29,8 @@ class GroupSpec:
     """One kind of place in the model that takes LoRA deltas, the same in each of its layers.
 
     A fused projection is one group with several slices: they share the input and the row table.
-    For `embed_tokens` the input is the vocabulary: its A is looked up, not multiplied.
+    For `embed_tokens` the input is the vocabulary: its A is looked up, not multiplied. Sizes are
+    those of one rank of a process group; the cuts say which part of the whole they are.
     """
 
     name: str  # "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens" or "lm_head"
@@ -35,10 +38,27 @@ class GroupSpec:
     input_size: int
     slice_names: tuple[str, ...]  # PEFT's names: ("q_proj", "k_proj", "v_proj"), ("o_proj",) …
     slice_sizes: tuple[int, ...]  # output size of each slice
+    input_cut: Cut | None = None  # None: whole
+    output_cuts: tuple[Cut, ...] | None = None  # of each slice
 
     @property
     def output_size(self) -> int:
         return sum(self.slice_sizes)
+
+    @property
+    def whole(self) -> GroupSpec:
+        """The group as the adapter's files have it."""
+        input_size, slice_sizes = self.input_size, self.slice_sizes
+        if self.input_cut is not None:
+            input_size = self.input_cut.whole
+        if self.output_cuts is not None:
+            slice_sizes = tuple(cut.whole for cut in self.output_cuts)
+        return GroupSpec(self.name, self.num_layers, input_size, self.slice_names, slice_sizes)
+
+    @property
+    def adds_bias(self) -> bool:
+        """Where the ranks' outputs are summed up, the first alone has what is added once."""
+        return self.input_cut is None or self.input_cut.start == 0
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,9 @@ def pack(
 ) -> Adapter:
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
-    Scale and DoRA's factor are multiplied into B in float32, before the rounding to `dtype`. Raises
-    AdapterError when a value is too large for `dtype`.
+    Modules and vectors are whole; laid out is what the rank of `specs` holds. Scale and DoRA's
+    factor are multiplied into B in float32, before the rounding to `dtype`. Raises AdapterError
+    when a value is too large for `dtype`.
     """
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
@@ -138,9 +139,11 @@ def _write(
     """
     rank = module.scaling.rank
     slices, columns = _place(spec, module.name)
-    scaled = module.b.T.float() * module.scaling.scale
-    a[slices, :rank] = module.a
-    b[:rank, columns] = scaled if factor is None else scaled * factor
+    scaled = _own_outputs(spec, module.name, module.b).T.float() * module.scaling.scale
+    if factor is not None:
+        scaled *= _own_outputs(spec, module.name, factor)
+    a[slices, :rank] = module.a if spec.input_cut is None else module.a[:, spec.input_cut.places]
+    b[:rank, columns] = scaled
     for side, written in (("A", a[slices, :rank]), ("B", b[:rank, columns])):
         if not all_finite(written):
             raise AdapterError(f"{module.path}: {side}, scaled, is too large for {a.dtype}")
@@ -150,10 +153,12 @@ def _write_vectors(vectors: Vectors, plan: _Plan, weights: GroupWeights) -> None
     """A bias of a fused module is added to those of its parts."""
     for (layer, name), factor in vectors.factors.items():
         if name in plan.names and weights.magnitude is not None:
-            weights.magnitude[layer, _place(plan.spec, name)[1]] = factor - 1
+            own = _own_outputs(plan.spec, name, factor - 1)
+            weights.magnitude[layer, _place(plan.spec, name)[1]] = own
     for (layer, name), bias in vectors.biases.items():
-        if name in plan.names and weights.bias is not None:
-            weights.bias[layer, _place(plan.spec, name)[1]] += bias
+        if name in plan.names and weights.bias is not None and plan.spec.adds_bias:
+            own = _own_outputs(plan.spec, name, bias)
+            weights.bias[layer, _place(plan.spec, name)[1]] += own
     for part, values in (("magnitude", weights.magnitude), ("bias", weights.bias)):
         if values is not None and not all_finite(values):
             raise AdapterError(f"{plan.spec.name}: a {part} is too large for {values.dtype}")
@@ -166,6 +171,17 @@ def _place(spec: GroupSpec, name: str) -> tuple[slice, slice]:
     index = spec.slice_names.index(name)
     start = sum(spec.slice_sizes[:index])
     return slice(index, index + 1), slice(start, start + spec.slice_sizes[index])
+
+
+def _own_outputs(spec: GroupSpec, name: str, values: Tensor) -> Tensor:
+    """The rank's part of (outputs of the module, …); a fused module is cut slice by slice."""
+    if spec.output_cuts is None:
+        return values
+    cuts = spec.output_cuts
+    if name != spec.name:
+        cuts = (cuts[spec.slice_names.index(name)],)
+    parts = torch.split(values, [cut.whole for cut in cuts])
+    return torch.cat([cut.take(part) for cut, part in zip(cuts, parts, strict=True)])
 
 
 def _check_fused(

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ def default_host_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total // 4
+
+
+class Replicas(Protocol):
+    """The same adapters in the other processes that a model is cut over (tensor parallelism)."""
+
+    def read(self, adapter_id: AdapterId, path: Path) -> Callable[[], set[str]]:
+        """Have all read it; what is returned waits for the digests that they found.
+
+        It raises AdapterError when one could not, once all are done."""
+
+    def release(self, adapter_id: AdapterId) -> None:
+        """Have all forget it, if they have it."""
 
 
 @dataclass
@@ -63,9 +76,10 @@ class HostStore:
         base_weights: Mapping[str, Tensor] | None = None,
         base_model: str | None = None,
         num_threads: int = 2,
+        replicas: Replicas | None = None,
     ) -> None:
         """`num_threads` adapters are read at a time; None for `max_bytes` is no limit; the rest is
-        as in `read_adapter`."""
+        as in `read_adapter`. `replicas` hold what this store holds, or soon will."""
         self.max_bytes = max_bytes
         self._specs = tuple(specs)
         self._max_rank = max_rank
@@ -73,6 +87,7 @@ class HostStore:
         self._pin_memory = pin_memory
         self._base_weights = base_weights
         self._base_model = base_model
+        self._replicas = replicas
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-reader")
         self._lock = Lock()
         self._records: dict[AdapterId, _Record] = {}  # least recently used first
@@ -162,7 +177,7 @@ class HostStore:
         """
         with self._lock:
             record = self._records.pop(adapter_id, None)
-            freed = 0 if record is None else self._drop(record)
+            freed = 0 if record is None else self._drop(adapter_id, record)
             future = None if record is None else record.future
         if future is not None:
             future.cancel()  # outside the lock: it calls the future's callbacks
@@ -207,16 +222,18 @@ class HostStore:
         for adapter_id, record in self._records.items():
             if record.adapter is not None and not record.pinned and adapter_id not in stays:
                 gone.append(adapter_id)
-                excess -= self._drop(record)
+                excess -= self._drop(adapter_id, record)
                 if excess <= 0:
                     break
         return gone
 
-    def _drop(self, record: _Record) -> int:
+    def _drop(self, adapter_id: AdapterId, record: _Record) -> int:
         adapter, record.adapter = record.adapter, None
         record.reserved = 0
         if adapter is None:
             return 0
+        if self._replicas is not None:
+            self._replicas.release(adapter_id)
         self._references[adapter.digest] -= 1
         if self._references[adapter.digest]:
             return 0
@@ -241,6 +258,19 @@ class HostStore:
     def _read_folder(self, adapter_id: AdapterId, record: _Record, path: Path) -> Adapter:
         seconds: dict[str, float] = {}
         try:
+            adapter = self._read_everywhere(adapter_id, path, seconds)
+            return self._keep(adapter_id, record, adapter, seconds)
+        except AdapterError:
+            raise
+        except Exception as error:
+            _log.exception("the adapter could not be read")
+            raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
+
+    def _read_everywhere(
+        self, adapter_id: AdapterId, path: Path, seconds: dict[str, float]
+    ) -> Adapter:
+        others = None if self._replicas is None else self._replicas.read(adapter_id, path)
+        try:
             adapter = read_adapter(
                 path,
                 self._specs,
@@ -251,12 +281,14 @@ class HostStore:
                 base_model=self._base_model,
                 on_stage=seconds.__setitem__,
             )
-            return self._keep(adapter_id, record, adapter, seconds)
-        except AdapterError:
+        except Exception:
+            with contextlib.suppress(AdapterError):
+                if others is not None:
+                    others()  # they must be done with it before it is read again
             raise
-        except Exception as error:
-            _log.exception("the adapter could not be read")
-            raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
+        if others is not None and others() != {adapter.digest}:
+            raise AdapterError("its files changed while they were read")
+        return adapter
 
     def _keep(
         self, adapter_id: AdapterId, record: _Record, adapter: Adapter, seconds: dict[str, float]
@@ -280,6 +312,8 @@ class HostStore:
 
     def _forget_read(self, adapter_id: AdapterId, record: _Record) -> None:
         """After a failure: an id that was never loaded is not known any more."""
+        if self._replicas is not None:
+            self._replicas.release(adapter_id)
         with self._lock:
             record.future, record.reserved = None, 0
             if record.num_bytes == 0:

@@ -11,7 +11,14 @@ from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.models.batch import ForwardBatch
-from lorakeet.models.parallel import Epilogue, ParallelLinear
+from lorakeet.models.parallel import (
+    Epilogue,
+    ParallelLinear,
+    ParallelLMHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    sum_parts,
+)
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -40,7 +47,11 @@ class LinearWithLoRA(BaseLayerWithLoRA):
     base_layer: ParallelLinear
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """(T, input) → (T, output), or its parts: see `LoRABackend.linear`."""
+        """(T, input) → (T, output)."""
+        return sum_parts(self.parts(x, batch), x.dtype)
+
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """(T, output), or its parts: see `LoRABackend.linear`."""
         lora = self._lora_batch(batch)
         if lora is None:
             return self.base_layer(x, batch)  # type: ignore[no-any-return]
@@ -48,7 +59,9 @@ class LinearWithLoRA(BaseLayerWithLoRA):
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
-    """Its A is looked up by token id, not multiplied."""
+    """Its A is looked up by token id, not multiplied. The delta is added after the all-reduce."""
+
+    base_layer: VocabParallelEmbedding
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x: (T,) token ids."""
@@ -56,7 +69,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         if own is None:
             return self._embed(x, batch)
         # added tokens have no row in the base's table, whatever they get here is overwritten
-        y = self._embed(x.clamp(max=len(self.weight) - 1), batch)
+        y = self._embed(x.clamp(max=self.base_layer.vocab_size - 1), batch)
         own.embed(y, x)
         return y
 
@@ -86,17 +99,32 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 
 
 class RowParallelLinearWithLoRA(LinearWithLoRA):
-    pass
+    """Each rank's part of the delta joins its part of the base's sum, before the one all-reduce."""
+
+    base_layer: RowParallelLinear
+
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        lora = self._lora_batch(batch)
+        if lora is None:
+            return self.base_layer(x, batch)  # type: ignore[no-any-return]
+        y = self.backend.linear(self.base_layer, x, self.lora_weights, lora)
+        return self.base_layer.reduce(y)
 
 
 class ParallelLMHeadWithLoRA(BaseLayerWithLoRA):
-    """Sees only the rows whose logits are wanted, so it has batch info of its own."""
+    """Sees only the rows whose logits are wanted, so it has batch info of its own.
+
+    Each rank adds the delta of its part of the vocabulary; an adapter's own rows are whole on each.
+    """
+
+    base_layer: ParallelLMHead
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(L, hidden) → (L, columns): more than the base's when an adapter has added tokens."""
-        logits: Tensor = self.base_layer(x, batch)
+        logits = self.base_layer.product(x)
         if (lora := self._lora_batch(batch)) is not None:
             self.backend.add_linear(logits, x, self.lora_weights, lora)
+        logits = self.base_layer.gather(logits)
         own = batch.logits_vocabulary if isinstance(batch, LoRAForwardBatch) else None
         return logits if own is None else own.score(logits, x)
 

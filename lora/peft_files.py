@@ -51,7 +51,8 @@ def read_adapter(
     base_model: str | None = None,
     on_stage: Callable[[str, float], None] = lambda stage, seconds: None,
 ) -> Adapter:
-    """Read a PEFT LoRA folder, check it against the model, and return its canonical weights.
+    """Read a PEFT LoRA folder, check it against the model, and return its canonical weights, those
+    of the rank that `specs` are for. The digest is that of the whole.
 
     `base_weights` are the model's, named as in `BaseWeights`: copies of them in the file are
     compared with them, and DoRA and biases are worked out from them. Without them such a file is
@@ -62,7 +63,8 @@ def read_adapter(
     Raises AdapterNotFoundError when there is no folder, AdapterError for everything else.
     """
     start = time.monotonic()
-    config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
+    whole = [spec.whole for spec in specs]
+    config, tensors = read_files(folder, max_weights_bytes(whole, max_rank))
     read = time.monotonic()
     on_stage("read", read - start)
     own, tensors = split_vocabulary(config, tensors)
@@ -70,8 +72,8 @@ def read_adapter(
     check_not_empty(found, own)
     check_rank(found, max_rank)
     vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
-    found = replace(found, modules=fit_modules(found.modules, own, specs))
-    check_fit(found, specs)
+    found = replace(found, modules=fit_modules(found.modules, own, whole))
+    check_fit(found, whole)
     _warn_of_other_base(folder, config, base_model)
     check_copies(found.copies, base_weights)
     vectors = work_out_vectors(found, base_weights)

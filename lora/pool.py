@@ -29,7 +29,7 @@ from lorakeet.lora.vocabulary import VocabularyStore
 
 
 def bytes_per_row(specs: Sequence[GroupSpec], dtype: torch.dtype) -> int:
-    """Device bytes of one rank row over all groups and layers."""
+    """Device bytes of one rank row over all groups and layers, on the rank that `specs` are for."""
     values = sum(
         spec.num_layers * (len(spec.slice_sizes) * spec.input_size + spec.output_size)
         for spec in specs

@@ -1,18 +1,34 @@
 """Where a model takes LoRA deltas."""
 
+from collections.abc import Mapping
+
 from lorakeet.lora.adapter import GroupSpec
 from lorakeet.models.config import ModelConfig
+from lorakeet.models.cuts import Cut, cut_model
+from lorakeet.models.process_group import ALONE, ProcessGroup
 
 
-def group_specs(config: ModelConfig) -> tuple[GroupSpec, ...]:
-    """The groups of a Llama-style decoder, in the order of its forward pass."""
-    hidden, mlp, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv, layers = config.q_size, config.kv_size, config.num_hidden_layers
+def group_specs(config: ModelConfig, group: ProcessGroup = ALONE) -> tuple[GroupSpec, ...]:
+    """The groups of a Llama-style decoder, in the order of its forward pass, as a rank has them.
+
+    Where a layer's output is cut, so is B, and A is whole; where its input is cut, so is A, and B
+    is whole. The embedding's two are whole: its delta is added to the sum over the ranks.
+    """
+    cuts, layers = cut_model(config, group), config.num_hidden_layers
+    hidden, vocab = Cut.none(config.hidden_size), Cut.none(config.vocab_size)
+    qkv = {"q_proj": cuts.q, "k_proj": cuts.kv, "v_proj": cuts.kv}
+    gate_up = {"gate_proj": cuts.mlp, "up_proj": cuts.mlp}
     return (
-        GroupSpec("embed_tokens", 1, vocab, ("embed_tokens",), (hidden,)),
-        GroupSpec("qkv_proj", layers, hidden, ("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
-        GroupSpec("o_proj", layers, q, ("o_proj",), (hidden,)),
-        GroupSpec("gate_up_proj", layers, hidden, ("gate_proj", "up_proj"), (mlp, mlp)),
-        GroupSpec("down_proj", layers, mlp, ("down_proj",), (hidden,)),
-        GroupSpec("lm_head", 1, hidden, ("lm_head",), (vocab,)),
+        _spec("embed_tokens", 1, vocab, {"embed_tokens": hidden}),
+        _spec("qkv_proj", layers, hidden, qkv),
+        _spec("o_proj", layers, cuts.q, {"o_proj": hidden}),
+        _spec("gate_up_proj", layers, hidden, gate_up),
+        _spec("down_proj", layers, cuts.mlp, {"down_proj": hidden}),
+        _spec("lm_head", 1, hidden, {"lm_head": cuts.vocab}),
     )
+
+
+def _spec(name: str, num_layers: int, input_cut: Cut, slices: Mapping[str, Cut]) -> GroupSpec:
+    cuts = tuple(slices.values())
+    sizes = tuple(cut.size for cut in cuts)
+    return GroupSpec(name, num_layers, input_cut.size, tuple(slices), sizes, input_cut, cuts)

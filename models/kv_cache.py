@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from lorakeet.models.config import ModelConfig
+from lorakeet.models.cuts import cut_model
+from lorakeet.models.process_group import ALONE, ProcessGroup
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each."""
+    """Keys and values of one layer: (num_blocks, block_size, num_kv_heads, head_dim) each.
+
+    The heads are those of one rank.
+    """
 
     keys: Tensor
     values: Tensor
@@ -29,9 +34,12 @@ class KVCache:
     block_size: int
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes, keys and values of all layers."""
-    return 2 * config.num_hidden_layers * block_size * config.kv_size * dtype.itemsize
+def kv_block_bytes(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, group: ProcessGroup = ALONE
+) -> int:
+    """Bytes that one block takes on a rank, keys and values of all layers."""
+    kv_size = cut_model(config, group).kv.size
+    return 2 * config.num_hidden_layers * block_size * kv_size * dtype.itemsize
 
 
 def allocate_kv_cache(
@@ -40,9 +48,12 @@ def allocate_kv_cache(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    group: ProcessGroup = ALONE,
 ) -> KVCache:
-    """All blocks, zeroed. (On the CPU a block takes no memory before it is first written.)"""
-    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    """A rank's part of all blocks, zeroed. (On the CPU a block takes no memory before it is first
+    written.)"""
+    num_kv_heads = cut_model(config, group).kv.size // config.head_dim
+    shape = (num_blocks, block_size, num_kv_heads, config.head_dim)
 
     def blocks() -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,5 +1,6 @@
 """The decoder that Llama, Mistral, Qwen2 and Qwen3 share. It knows nothing of adapters."""
 
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.config import ModelConfig
+from lorakeet.models.cuts import ModelCuts, cut_model
 from lorakeet.models.kv_cache import KVCache, LayerCache
 from lorakeet.models.norm import RMSNorm
 from lorakeet.models.ops import Ops, plan_ops
@@ -17,51 +19,58 @@ from lorakeet.models.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from lorakeet.models.process_group import ALONE, ProcessGroup
 from lorakeet.models.rope import RotaryEmbedding
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    """The heads of this rank."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, cuts: ModelCuts, group: ProcessGroup
+    ) -> None:
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
+        self.num_heads = cuts.q.size // config.head_dim
+        self.num_kv_heads = cuts.kv.size // config.head_dim
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer]
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.q_size, config.kv_size, bias=config.qkv_bias
-        )
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, cuts.q, cuts.kv, bias=config.qkv_bias)
         self.o_proj = RowParallelLinear(
-            config.q_size, config.hidden_size, "o_proj", bias=config.o_bias
+            cuts.q, config.hidden_size, "o_proj", bias=config.o_bias, group=group
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.cache: LayerCache | None = None  # bind_kv_cache
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
-        attended = ops.attend(self, self.qkv_proj(x, batch))
-        return self.o_proj(attended, batch)  # type: ignore[no-any-return]
+        """The output's parts: see `ParallelLinear.parts`."""
+        attended = ops.attend(self, self.qkv_proj.parts(x, batch))
+        return self.o_proj.parts(attended, batch)
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, cuts: ModelCuts, group: ProcessGroup) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, inner, bias)
-        self.down_proj = RowParallelLinear(inner, hidden, "down_proj", bias)
+        hidden, bias = config.hidden_size, config.mlp_bias
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, cuts.mlp, bias)
+        self.down_proj = RowParallelLinear(cuts.mlp, hidden, "down_proj", bias, group)
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
+        """The output's parts: see `ParallelLinear.parts`."""
         activated = self.gate_up_proj.project(x, batch, ops.silu_mul)
-        return self.down_proj(activated, batch)  # type: ignore[no-any-return]
+        return self.down_proj.parts(activated, batch)
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, cuts: ModelCuts, group: ProcessGroup
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, layer)
+        self.self_attn = LlamaAttention(config, layer, cuts, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config, cuts, group)
 
     def forward(
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, ops: Ops, next_norm: RMSNorm
@@ -74,11 +83,12 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, cuts: ModelCuts, group: ProcessGroup) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(cuts.vocab, config.hidden_size, group)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, cuts, group)
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
@@ -94,13 +104,20 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model. Parameters are uninitialized: `weights.load_model` fills them."""
+    """The whole model, or what one rank of a process group holds of it.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Parameters are uninitialized: `weights.load_model` fills them. Raises UnsupportedModelError for
+    a group that the model cannot be cut for.
+    """
+
+    def __init__(self, config: ModelConfig, group: ProcessGroup = ALONE) -> None:
         super().__init__()
+        cuts = cut_model(config, group)
         self.config = config
-        self.model = LlamaModel(config)
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        self.group = group
+        self.checkpoint: Path | None = None  # the folder that its weights are from
+        self.model = LlamaModel(config, cuts, group)
+        self.lm_head = ParallelLMHead(cuts.vocab, config.hidden_size, group)
         self.tie_weights()
 
     @property
@@ -127,5 +144,8 @@ class LlamaForCausalLM(nn.Module):
         return self.model(batch)  # type: ignore[no-any-return]
 
     def compute_logits(self, hidden_rows: Tensor, batch: ForwardBatch) -> Tensor:
-        """Scores of the next token: (L, hidden_size) → (L, vocab_size), in the model's dtype."""
+        """Scores of the next token: (L, hidden_size) → (L, vocab_size), in the model's dtype.
+
+        All columns on every rank.
+        """
         return self.lm_head(hidden_rows, batch)  # type: ignore[no-any-return]

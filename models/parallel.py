@@ -1,14 +1,15 @@
 """The layers that hold the large weights. Each is called `layer(x, batch)`.
 
 Base layers ignore the batch; the wrappers in `lorakeet.lora.layers` read adapters from it. Weights
-are made uninitialized. `checkpoint_slices` is the one place that knows which part of a checkpoint's
-tensor a layer holds: tensor parallelism will cut there.
+are made uninitialized, and only those of this rank: a size that is cut is given as a `Cut`, a plain
+number is whole. `pieces` says which part of each tensor in a checkpoint a layer holds.
 
 On the CPU float32 products are oneDNN's, with weights packed into its blocked layout: with AVX-512
 they take half to a third of the time of MKL's, which is what `linear` calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,65 +17,106 @@ from torch.nn.functional import embedding, linear
 
 from lorakeet.kernels.delta import Delta
 from lorakeet.models.batch import ForwardBatch
+from lorakeet.models.cuts import Cut
+from lorakeet.models.process_group import ALONE, ProcessGroup
 
 Epilogue = Callable[[Tensor, Delta | None], Tensor]  # of y, and what is still to be added to it
+Size = int | Cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is held of one tensor of a checkpoint: `view` without its padding is `tensor[places]`.
+
+    `places` and `view` have the dimensions of the tensor, whose shape is `shape`.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    places: tuple[slice, ...]
+
+    @staticmethod
+    def of(view: Tensor, *cuts: Cut) -> "Piece":
+        """One cut for each dimension."""
+        return Piece(view, tuple(cut.whole for cut in cuts), tuple(cut.places for cut in cuts))
+
+    @property
+    def filled(self) -> Tensor:
+        """The view without its padding."""
+        return self.view[tuple(slice(part.stop - part.start) for part in self.places)]
 
 
 class ParallelLinear(nn.Module):
     """y = W x + b, of one or several checkpoint projections side by side.
 
     `slice_names` are the checkpoint's names of the projections (PEFT's too), `slice_sizes` their
-    output sizes. `weight`: (output_size, input_size); `bias`: (output_size,) or None.
+    output sizes. `weight`: (output_size, input_size); `bias`: (output_size,) or None. All sizes are
+    this rank's. Where the input is cut, the first rank alone has the bias.
     """
 
-    def __init__(self, input_size: int, slices: dict[str, int], bias: bool) -> None:
+    def __init__(self, input_size: Size, slices: Mapping[str, Size], bias: bool) -> None:
         super().__init__()
-        self.input_size = input_size
-        self.slice_names = tuple(slices)
-        self.slice_sizes = tuple(slices.values())
+        self.input = _cut(input_size)
+        self.slices = {name: _cut(size) for name, size in slices.items()}
+        self.input_size = self.input.size
+        self.slice_names = tuple(self.slices)
+        self.slice_sizes = tuple(cut.size for cut in self.slices.values())
         self.output_size = sum(self.slice_sizes)
-        self.weight = nn.Parameter(torch.empty(self.output_size, input_size))
-        self.bias = nn.Parameter(torch.empty(self.output_size)) if bias else None
+        self.takes_bias = bias
+        self.weight = nn.Parameter(torch.empty(self.output_size, self.input_size))
+        has_bias = bias and self.input.start == 0
+        self.bias = nn.Parameter(torch.empty(self.output_size)) if has_bias else None
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(T, input_size) → (T, output_size)."""
         return self.product(x)
 
+    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """The output for one of `models.ops`: a wrapped layer may leave it in float32 parts,
+        (splits, T, output_size), that are to be summed up."""
+        return self(x, batch)  # type: ignore[no-any-return]
+
     def product(self, x: Tensor) -> Tensor:
+        """What this rank has of the output, before any sum over the ranks."""
         return _linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
-        """Only after `checkpoint_slices`' views are filled: a packed weight has no views."""
+        """Only after the views of `pieces` are filled: a packed weight has no views."""
         self.weight = _packed(self.weight)
 
-    def checkpoint_slices(self) -> Iterator[tuple[str, Tensor]]:
-        """Names such as "q_proj.weight", each with the view of this layer that it fills."""
-        for parameter_name, parameter in self.named_parameters(recurse=False):
-            parts = torch.split(parameter.detach(), list(self.slice_sizes))
-            for name, part in zip(self.slice_names, parts, strict=True):
-                yield f"{name}.{parameter_name}", part
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        """By names such as "q_proj.weight"."""
+        weights = torch.split(self.weight.detach(), list(self.slice_sizes))
+        for (name, cut), weight in zip(self.slices.items(), weights, strict=True):
+            yield f"{name}.weight", Piece.of(weight, cut, self.input)
+        if self.bias is not None:
+            biases = torch.split(self.bias.detach(), list(self.slice_sizes))
+            for (name, cut), bias in zip(self.slices.items(), biases, strict=True):
+                yield f"{name}.bias", Piece.of(bias, cut)
+        elif self.takes_bias:  # the first rank holds it
+            for name, cut in self.slices.items():
+                yield f"{name}.bias", Piece.of(self.weight.new_empty(0), Cut(cut.whole, 0, 0))
 
 
 class ColumnParallelLinear(ParallelLinear):
     """A projection that tensor parallelism cuts along its output."""
 
-    def __init__(self, input_size: int, output_size: int, name: str, bias: bool = False) -> None:
+    def __init__(self, input_size: int, output_size: Size, name: str, bias: bool = False) -> None:
         super().__init__(input_size, {name: output_size}, bias)
 
 
 class QKVParallelLinear(ParallelLinear):
     """q, k and v in one matmul; the output is q_size + kv_size + kv_size wide."""
 
-    def __init__(self, input_size: int, q_size: int, kv_size: int, bias: bool = False) -> None:
+    def __init__(self, input_size: int, q_size: Size, kv_size: Size, bias: bool = False) -> None:
         super().__init__(input_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, bias)
-        self.q_size = q_size
-        self.kv_size = kv_size
+        self.q_size, self.kv_size, _ = self.slice_sizes
 
 
 class MergedColumnParallelLinear(ParallelLinear):
     """gate and up in one matmul; `slice_sizes` are equal."""
 
-    def __init__(self, input_size: int, slice_size: int, bias: bool = False) -> None:
+    def __init__(self, input_size: int, slice_size: Size, bias: bool = False) -> None:
         super().__init__(input_size, {"gate_proj": slice_size, "up_proj": slice_size}, bias)
 
     def project(self, x: Tensor, batch: ForwardBatch, then: Epilogue) -> Tensor:
@@ -83,37 +125,76 @@ class MergedColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A projection that tensor parallelism cuts along its input."""
+    """A projection that tensor parallelism cuts along its input: each rank has a part of the sum.
 
-    def __init__(self, input_size: int, output_size: int, name: str, bias: bool = False) -> None:
+    `reduce` of `product` is the layer's output; what else is to be in the sum, once for all ranks
+    or a part of it from each, is added between the two.
+    """
+
+    def __init__(
+        self,
+        input_size: Size,
+        output_size: int,
+        name: str,
+        bias: bool = False,
+        group: ProcessGroup = ALONE,
+    ) -> None:
         super().__init__(input_size, {name: output_size}, bias)
+        self.group = group
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        return self.reduce(self.product(x))
+
+    def reduce(self, y: Tensor) -> Tensor:
+        """The sum over all ranks. y: (T, output_size), or its parts, which are first summed up;
+        alone, they stay as they are."""
+        if self.group.size == 1:
+            return y
+        return self.group.all_reduce(sum_parts(y, self.weight.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids → rows of `weight`: (vocab_size, hidden_size)."""
+    """Token ids → rows of the table, of which `weight` is this rank's part.
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    `weight`: (rows of this rank, hidden_size); padding rows are zeros. `vocab_size` is the whole
+    table's.
+    """
+
+    def __init__(self, vocab_size: Size, hidden_size: int, group: ProcessGroup = ALONE) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab = _cut(vocab_size)
+        self.vocab_size = self.vocab.whole
         self.hidden_size = hidden_size
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(self.vocab.size, hidden_size))
 
     def forward(self, token_ids: Tensor, batch: ForwardBatch) -> Tensor:
         """(T,) → (T, hidden_size)."""
-        return embedding(token_ids, self.weight)
+        if self.group.size == 1:
+            return embedding(token_ids, self.weight)
+        rows = token_ids - self.vocab.start
+        is_elsewhere = (rows < 0) | (rows >= self.vocab.size)
+        y = embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self.group.all_reduce(y.masked_fill(is_elsewhere[:, None], 0))
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        yield "weight", Piece.of(self.weight.detach(), self.vocab, Cut.none(self.hidden_size))
 
 
 class ParallelLMHead(nn.Module):
     """Hidden states → logits. Tied, its `weight` is the embedding's own tensor.
 
-    Packed, it keeps `weight` too: adapters that bring a copy of the head are compared with it.
+    `gather` of `product` is the layer's output. Packed, it keeps `weight` too: adapters that bring
+    a copy of the head are compared with it.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: Size, hidden_size: int, group: ProcessGroup = ALONE) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab = _cut(vocab_size)
+        self.vocab_size = self.vocab.whole
         self.hidden_size = hidden_size
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(self.vocab.size, hidden_size))
         self.packed: nn.Parameter | None = None
 
     def tie(self, embed_tokens: VocabParallelEmbedding) -> None:
@@ -124,7 +205,23 @@ class ParallelLMHead(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """(L, hidden_size) → (L, vocab_size)."""
+        return self.gather(self.product(x))
+
+    def product(self, x: Tensor) -> Tensor:
+        """The logits of this rank's part of the vocabulary, and of its padding."""
         return _linear(x, self.weight if self.packed is None else self.packed, None)
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """Those of all ranks, without padding."""
+        return self.group.all_gather(logits, dim=1)[:, : self.vocab_size].contiguous()
+
+    def pieces(self) -> Iterator[tuple[str, Piece]]:
+        yield "weight", Piece.of(self.weight.detach(), self.vocab, Cut.none(self.hidden_size))
+
+
+def sum_parts(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, output) as it is; of float32 parts (splits, T, output) the sum, rounded to `dtype`."""
+    return y if y.ndim == 2 else y.sum(0).to(dtype)
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -136,6 +233,10 @@ def pack_weights(model: nn.Module) -> None:
             weight = layer.weight
             if weight.dtype == torch.float32 and weight.device.type == "cpu":
                 layer.pack()
+
+
+def _cut(size: Size) -> Cut:
+    return Cut.none(size) if isinstance(size, int) else size
 
 
 def _packed(weight: Tensor) -> nn.Parameter:

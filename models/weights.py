@@ -7,12 +7,20 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from lorakeet.models.config import ModelConfig, load_config
+from lorakeet.models.cuts import Cut
 from lorakeet.models.llama import LlamaForCausalLM
-from lorakeet.models.parallel import ParallelLinear, pack_weights
+from lorakeet.models.parallel import (
+    ParallelLinear,
+    ParallelLMHead,
+    Piece,
+    VocabParallelEmbedding,
+    pack_weights,
+)
+from lorakeet.models.process_group import ALONE, ProcessGroup
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -33,19 +41,22 @@ def load_model(
     device: torch.device | str,
     dtype: DtypeName = "auto",
     load_format: LoadFormat = "auto",
+    group: ProcessGroup = ALONE,
 ) -> LlamaForCausalLM:
     """The model in `folder`, ready for inference, in eval mode and without gradients.
 
-    `load_format="dummy"` reads only config.json and makes up the weights.
+    `load_format="dummy"` reads only config.json and makes up the weights. Of a `group`, each rank
+    reads and holds only its own part.
     Raises UnsupportedModelError (config.json) or WeightsError (the rest).
     """
     config = load_config(folder)
     device = torch.device(device)
-    model = empty_model(config, device, resolve_dtype(config, device, dtype))
+    model = empty_model(config, device, resolve_dtype(config, device, dtype), group)
     if load_format == "dummy":
         fill_randomly(model)
     else:
         load_weights(model, folder)
+        model.checkpoint = folder
     pack_weights(model)
     return model
 
@@ -59,18 +70,21 @@ def resolve_dtype(config: ModelConfig, device: torch.device, dtype: DtypeName) -
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
-def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+def empty_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, group: ProcessGroup = ALONE
+) -> LlamaForCausalLM:
     """Allocated once, on the device and in the type it will stay in; values undefined."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
+        model = LlamaForCausalLM(config, group).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()  # to_empty gives each layer a tensor of its own
     return model.requires_grad_(False).eval()
 
 
 def fill_randomly(model: LlamaForCausalLM) -> None:
-    """The same values each time; outputs of every layer are of about unit size."""
-    generator = torch.Generator(model.device).manual_seed(0)
+    """The same values each time, others on each rank; outputs of every layer are of about unit
+    size."""
+    generator = torch.Generator(model.device).manual_seed(model.group.rank)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -85,7 +99,7 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
     missing = dict(_destinations(model))
     files = _weight_files(folder)
     tied_head: Path | None = None
-    total = sum(view.nbytes for view in missing.values())
+    total = sum(piece.view.nbytes for piece in missing.values())
     with tqdm(
         total=total,
         desc="Loading weights",
@@ -103,26 +117,31 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
                     continue
                 if name not in missing:
                     raise WeightsError(f"{file.name}: the model has no place for tensor {name}")
-                view = missing.pop(name)
-                _copy(file, name, view)
-                progress.update(view.nbytes)
+                piece = missing.pop(name)
+                _fill(file, name, piece)
+                progress.update(piece.view.nbytes)
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise WeightsError(f"{folder}: {len(missing)} tensors are missing, among them {names}")
     if tied_head is not None:
-        _check_tied_head(tied_head, model.lm_head.weight)
+        _check_tied_head(tied_head, model.model.embed_tokens)
 
 
-def _destinations(model: LlamaForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def _destinations(model: LlamaForCausalLM) -> Iterator[tuple[str, Piece]]:
     """Each tensor that a checkpoint must hold, by name, with the memory that it fills."""
     for path, module in model.named_modules():
+        if module is model.lm_head and model.config.tie_word_embeddings:
+            continue
         if isinstance(module, ParallelLinear):
             parent = path.rpartition(".")[0]
-            for name, view in module.checkpoint_slices():
-                yield f"{parent}.{name}", view
-        elif not (module is model.lm_head and model.config.tie_word_embeddings):
+            for name, piece in module.pieces():
+                yield f"{parent}.{name}", piece
+        elif isinstance(module, VocabParallelEmbedding | ParallelLMHead):
+            for name, piece in module.pieces():
+                yield f"{path}.{name}", piece
+        else:  # norms, the same on all ranks
             for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", parameter
+                yield f"{path}.{name}", Piece.of(parameter, *map(Cut.none, parameter.shape))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -150,25 +169,49 @@ def _tensor_names(file: Path) -> list[str]:
         raise WeightsError(f"Cannot read {file}: {error}") from None
 
 
-def _copy(file: Path, name: str, destination: Tensor) -> None:
-    """One opening a tensor: closing it lets the pages go that the memory map has brought in."""
+def _fill(file: Path, name: str, piece: Piece) -> None:
+    """Padding becomes zeros. One opening a tensor: closing it lets the pages go that the memory map
+    has brought in."""
     with safe_open(file, "pt") as tensors:
         source = tensors.get_slice(name)
         if source.get_dtype() not in _FILE_DTYPES:
             raise WeightsError(f"{file.name}: {name} is of type {source.get_dtype()}")
-        if tuple(source.get_shape()) != destination.shape:
+        if tuple(source.get_shape()) != piece.shape:
             raise WeightsError(
                 f"{file.name}: {name} has shape {tuple(source.get_shape())},"
-                f" but config.json makes it {tuple(destination.shape)}"
+                f" but config.json makes it {piece.shape}"
             )
-        destination.copy_(tensors.get_tensor(name))
+        filled = piece.filled
+        if filled.shape != piece.view.shape:
+            piece.view.zero_()
+        if filled.shape == piece.shape:
+            filled.copy_(tensors.get_tensor(name))
+        elif filled.numel():
+            filled.copy_(source[piece.places])
 
 
-def _check_tied_head(file: Path, embedding: nn.Parameter) -> None:
+class Checkpoint:
+    """The whole tensors of a folder that a model was loaded from, in the type of the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {name: file for file in _weight_files(folder) for name in _tensor_names(file)}
+
+    def read(self, name: str) -> Tensor:
+        """Mapped: what is not looked at is not read."""
+        with safe_open(self._files[name], "pt") as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def _check_tied_head(file: Path, embed_tokens: VocabParallelEmbedding) -> None:
     """Older files repeat the embedding as the head. A head of its own must not be dropped."""
+    ((_, piece),) = embed_tokens.pieces()
     with safe_open(file, "pt") as tensors:
-        head = tensors.get_tensor(_HEAD).to(embedding.device, embedding.dtype)
-    if not torch.equal(head, embedding):
+        head = tensors.get_slice(_HEAD)
+        is_same = tuple(head.get_shape()) == piece.shape
+        if is_same and piece.filled.numel():
+            own = head[piece.places].to(piece.view.device, piece.view.dtype)
+            is_same = torch.equal(own, piece.filled)
+    if not is_same:
         raise WeightsError(
             f"{file.name}: {_HEAD} differs from the embedding, but config.json ties the two"
         )

@@ -26,6 +26,7 @@ from lorakeet.server.api.chat import chat_tokens
 from lorakeet.server.api.schemas import CompletionRequest, Message
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
+from lorakeet.server.engine.process_client import EngineProcess
 from lorakeet.server.errors import APIError, GenerationError
 from lorakeet.server.profiles import Profile
 from lorakeet.server.registry import Version
@@ -183,7 +184,8 @@ class _LoopThread:
 
 
 async def _start(settings: Settings) -> Server:
-    server = Server(settings, InlineEngine(settings))
+    alone = settings.tensor_parallel_size == 1
+    server = Server(settings, InlineEngine(settings) if alone else EngineProcess(settings))
     try:
         await server.start()
     except BaseException:

@@ -119,6 +119,7 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
+        self._stream = None if self._pool is None else torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -167,11 +168,15 @@ class DecodeGraphs:
 
     def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Something that repeats on the device what `run` launches; on the CPU, `run` itself."""
-        if self._pool is None:
+        if self._stream is None:
             return run
-        run()  # compiles kernels, and lets libraries set up what cannot be captured
+        # The same stream before and in the capture: cuBLAS and NCCL set up some things by stream.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels, and lets libraries set up what cannot be captured
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # "thread_local": NCCL's watchdog and the readers of adapters may call CUDA meanwhile.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             hidden = run()
 
         def replay() -> Tensor:

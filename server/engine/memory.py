@@ -10,10 +10,12 @@ import torch
 
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.adapter import MAX_EXTRA_ROWS, GroupSpec, TokenRows, Vocabulary
+from lorakeet.lora.host_store import default_host_bytes
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import ModelConfig
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.process_group import ALONE, ProcessGroup
 from lorakeet.models.sampler import SamplingRow
 from lorakeet.server.engine.inputs import StepArrays
 from lorakeet.server.engine.messages import MAX_BLEND
@@ -43,15 +45,21 @@ class CacheSize:
     max_model_len: int
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that nobody uses now on a GPU; on the CPU all that there are.
+def free_memory(device: torch.device, num_ranks: int = 1) -> int:
+    """Bytes that nobody uses now on a GPU; on the CPU a rank's share of all that there are.
 
     What the page cache holds there can be had, and tensors take memory only once they are written.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_ranks
+
+
+def host_bytes(settings: Settings) -> int:
+    """For one rank's part of the adapters in host memory."""
+    total = settings.host_lora_memory or default_host_bytes()
+    return total // settings.tensor_parallel_size
 
 
 def pool_rows(
@@ -67,7 +75,8 @@ def pool_rows(
         rows = settings.lora_memory // row_bytes
     else:
         wanted = settings.max_loras * (settings.max_lora_rank + MAX_EXTRA_ROWS)
-        rows = min(wanted, free_memory(device) // 4 // row_bytes)
+        free = free_memory(device, settings.tensor_parallel_size)
+        rows = min(wanted, free // 4 // row_bytes)
     if rows < settings.max_lora_rank:
         needed = -(-settings.max_lora_rank * row_bytes // MiB)
         raise SettingsError(
@@ -89,7 +98,8 @@ def vocabulary_bytes(
         return settings.lora_vocabulary_memory
     tables = 2 * config.vocab_size * (config.hidden_size * dtype.itemsize + 8)  # an id each
     share = 32 if device.type == "cuda" else 8
-    return min(2 * settings.max_loras * tables, free_memory(device) // share)
+    free = free_memory(device, settings.tensor_parallel_size)
+    return min(2 * settings.max_loras * tables, free // share)
 
 
 def pool_slots(settings: Settings, num_rows: int) -> int:
@@ -114,15 +124,20 @@ def check_model_len(settings: Settings, config: ModelConfig) -> None:
 
 
 def cache_size(
-    settings: Settings, config: ModelConfig, dtype: torch.dtype, memory: int
+    settings: Settings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    memory: int,
+    group: ProcessGroup = ALONE,
 ) -> CacheSize:
-    """The cache in at most `memory` bytes, and never more blocks than all sequences could use.
+    """The cache in at most `memory` bytes of a rank, and never more blocks than all sequences could
+    use.
 
     The longest sequence always fits: a `max_model_len` that was left out is lowered for it, one
     that was given and does not fit raises SettingsError.
     """
     block_size = settings.block_size
-    block_bytes = kv_block_bytes(config, block_size, dtype)
+    block_bytes = kv_block_bytes(config, block_size, dtype, group)
     num_blocks = max(memory, 0) // block_bytes
     wanted = settings.max_model_len or config.max_position_embeddings
     max_model_len = min(wanted, num_blocks * block_size)
@@ -145,7 +160,7 @@ def kv_memory(settings: Settings, device: torch.device, worst_pass: Callable[[],
     On CUDA: the allowed share of all memory, less what is in use and what `worst_pass` needs.
     """
     if device.type != "cuda":
-        return settings.cpu_kv_memory
+        return settings.cpu_kv_memory // settings.tensor_parallel_size
     free = free_memory(device)
     total = torch.cuda.mem_get_info(device)[1]
     before = torch.cuda.memory_allocated(device)

@@ -21,7 +21,7 @@ import zmq
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server import logs
-from lorakeet.server.engine.messages import Command, Event, endpoints
+from lorakeet.server.engine.messages import Command, EngineDead, Event, endpoints
 from lorakeet.server.engine.run import run_engine
 
 LINGER = 2000  # milliseconds in which the last events can still leave
@@ -72,31 +72,50 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = Settings.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    threading.Thread(target=exit_at_end_of_input, args=(folder,), daemon=True).start()
     logs.configure(settings.log_level)
-    if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    limit_threads(settings.tensor_parallel_size)
 
     commands, events = endpoints(folder)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, LINGER)
-    socket.connect(events)
+    socket = _event_socket(context, events)
     encoder = msgspec.msgpack.Encoder()
 
     def send(event: Event) -> None:
         socket.send(encoder.encode(event))
 
-    alive = run_engine(settings, model_folder, SocketInbox(context, commands), send)
+    def die(reason: str) -> None:
+        """From another thread, which may not use `socket`; this one's may be stuck for ever."""
+        own: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        _event_socket(own, events).send(encoder.encode(EngineDead(reason)))
+        own.destroy(linger=LINGER)
+        os._exit(1)
+
+    alive = run_engine(settings, model_folder, SocketInbox(context, commands), send, die)
     context.destroy(linger=LINGER)
     return 0 if alive else 1
 
 
-def _exit_with_parent(folder: Path) -> None:
+def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.LINGER, LINGER)
+    socket.connect(address)
+    return socket
+
+
+def limit_threads(num_processes: int) -> None:
+    """Share the cores that this process may use with the other ranks."""
+    if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+
+
+def exit_at_end_of_input(folder: Path | None = None) -> None:
+    """Wait for the end of standard input, which is the parent's, and end the process."""
     while sys.stdin.buffer.read(4096):
         pass
-    shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # the parent may have had no time to
     os._exit(1)
 
 

@@ -107,15 +107,16 @@ class EngineProcess(EngineBase):
         await asyncio.wait([reader])
         while await self._events.poll(timeout=100):
             self._receive(self._decoder.decode(await self._events.recv()))
-        self._die(_describe_exit(code))
+        self._die(describe_exit("engine process", code))
 
     async def _read_events(self) -> None:
         while True:
             self._receive(self._decoder.decode(await self._events.recv()))
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(process: str, code: int) -> str:
+    """How a process ended, from its exit code as subprocess gives it."""
     if code >= 0:
-        return f"the engine process ended with exit code {code}"
+        return f"the {process} ended with exit code {code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"the engine process was ended by {signal.Signals(-code).name}{hint}"
+    return f"the {process} was ended by {signal.Signals(-code).name}{hint}"

@@ -1,49 +1,97 @@
 """The engine from its settings to its end, the same in a process of its own and in a thread."""
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lorakeet.configs.settings import Settings, SettingsError
 from lorakeet.lora.pool import bytes_per_row
-from lorakeet.models.config import UnsupportedModelError
+from lorakeet.models.config import UnsupportedModelError, load_config
+from lorakeet.models.process_group import ProcessGroupError, join
 from lorakeet.models.weights import WeightsError
+from lorakeet.server.engine.leader import Followers, LeadingRunner
 from lorakeet.server.engine.loop import EngineLoop, Inbox
 from lorakeet.server.engine.memory import blend_rows
 from lorakeet.server.engine.messages import MAX_BLEND, EngineDead, EngineInfo, Event
-from lorakeet.server.engine.runner import Runner
+from lorakeet.server.engine.runner import Runner, check_parallel, choose_device
 from lorakeet.server.engine.scheduler import Scheduler
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 # What a user can put right: the message says all that there is to say.
-_USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError)
+USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError, ProcessGroupError)
+
+# An error of one rank may come of another's death, which is told, and ends all, in this time.
+SETTLE_SECONDS = 1.0
+# A rank that has not come to a collective after this time, and `start_timeout`, never will.
+COLLECTIVE_SECONDS = 600.0
 
 
 def run_engine(
-    settings: Settings, model_folder: Path, inbox: Inbox, send: Callable[[Event], None]
+    settings: Settings,
+    model_folder: Path,
+    inbox: Inbox,
+    send: Callable[[Event], None],
+    die: Callable[[str], None] | None = None,
 ) -> bool:
     """Build the engine, tell that it is ready, and run it until `Shutdown`.
 
-    An error ends it with `EngineDead`. Returns whether it ended as it should.
+    An error ends it with `EngineDead`. Returns whether it ended as it should. With several ranks
+    this is rank 0, in a process of its own: `die(reason)` must end it at once, from any thread,
+    when another rank has ended.
     """
+    runner: Runner | None = None
     try:
-        runner = Runner(settings, model_folder)
-        try:
-            loop = EngineLoop(make_scheduler(settings, runner), runner, runner.host_store, send)
+        with _other_ranks(settings, model_folder, die) as followers:
+            runner = _make_runner(settings, model_folder, followers)
+            executor = runner if followers is None else LeadingRunner(runner, followers)
+            loop = EngineLoop(make_scheduler(settings, runner), executor, runner.host_store, send)
             send(_info(settings, runner))
             loop.run(inbox)
-        finally:
-            runner.host_store.shutdown()
-    except _USER_ERRORS as error:
+    except USER_ERRORS as error:
         send(EngineDead(str(error)))
         return False
     except Exception as error:
         logger.exception("the engine is dead")
         send(EngineDead(f"{type(error).__name__}: {error}"))
         return False
+    finally:
+        if runner is not None:
+            runner.host_store.shutdown()
     return True
+
+
+@contextmanager
+def _other_ranks(
+    settings: Settings, model_folder: Path, die: Callable[[str], None] | None
+) -> Iterator[Followers | None]:
+    if settings.tensor_parallel_size == 1:
+        yield None
+        return
+    assert die is not None, "several ranks need a process of the engine's own"
+    check_parallel(settings, load_config(model_folder))
+    followers = Followers(settings, model_folder, die)
+    try:
+        yield followers
+    except Exception as error:
+        if not isinstance(error, USER_ERRORS):
+            time.sleep(2 * SETTLE_SECONDS)  # theirs come first
+        raise
+    finally:
+        followers.close()
+
+
+def _make_runner(settings: Settings, model_folder: Path, followers: Followers | None) -> Runner:
+    if followers is None:
+        return Runner(settings, model_folder)
+    size, timeout = settings.tensor_parallel_size, settings.start_timeout + COLLECTIVE_SECONDS
+    group = join(0, size, followers.address, choose_device(settings, 0), timeout)
+    runner = Runner(settings, model_folder, group, followers)
+    followers.wait_ready()
+    return runner
 
 
 def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:

@@ -27,14 +27,17 @@ from lorakeet.lora.batch import (
     build_lora_batch,
     full_lora_batch,
 )
-from lorakeet.lora.host_store import HostStore, default_host_bytes
+from lorakeet.lora.host_store import HostStore, Replicas
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler
+from lorakeet.models.config import ModelConfig, UnsupportedModelError
+from lorakeet.models.cuts import cut_model
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
+from lorakeet.models.process_group import ALONE, ProcessGroup
 from lorakeet.models.weights import load_model
 from lorakeet.server.engine import memory
 from lorakeet.server.engine.device_batch import (
@@ -96,37 +99,72 @@ class _Outputs:
     scores: dict[SequenceId, list[_Scores]] = field(default_factory=dict)
 
 
-def choose_device(settings: Settings) -> torch.device:
-    """ "auto" is the GPU where there is one. Raises SettingsError for "cuda" without one."""
+def choose_device(settings: Settings, rank: int = 0) -> torch.device:
+    """ "auto" is the GPU where there is one; each rank has its own, the process's current one.
+
+    Raises SettingsError for "cuda" without one, and for more ranks than GPUs.
+    """
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise SettingsError("device: there is no CUDA device that torch can use")
-    return torch.device("cpu" if settings.device == "cpu" or not has_cuda else "cuda")
+    if settings.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    size, num_devices = settings.tensor_parallel_size, torch.cuda.device_count()
+    if size == 1:
+        return torch.device("cuda")
+    if size > num_devices:
+        raise SettingsError(f"tensor_parallel_size: {size}; this machine has {num_devices} GPUs")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def check_parallel(settings: Settings, config: ModelConfig) -> None:
+    """Raise SettingsError for a `tensor_parallel_size` that the model cannot be cut by, or for
+    which there are not enough devices."""
+    try:
+        cut_model(config, ProcessGroup(0, settings.tensor_parallel_size))
+    except UnsupportedModelError as error:
+        raise SettingsError(f"tensor_parallel_size: {error}") from None
+    choose_device(settings)
 
 
 class Runner:
     """The model, the KV cache, the adapter pool, and the host store that it is filled from."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        """`folder` holds the model's files. Raises SettingsError for what there is no room for,
-        UnsupportedModelError and WeightsError."""
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        group: ProcessGroup = ALONE,
+        replicas: Replicas | None = None,
+    ) -> None:
+        """`folder` holds the model's files. All ranks of `group` make a runner, and then launch
+        the same steps; rank 0 alone samples and has results. `replicas`: the other ranks' host
+        stores, for rank 0's.
+
+        Raises SettingsError for what there is no room for, UnsupportedModelError and WeightsError.
+        """
         self.settings = settings
-        self.device = choose_device(settings)
-        self.model = load_model(folder, self.device, settings.dtype, settings.load_format)
+        self.group = group
+        self.device = choose_device(settings, group.rank)
+        self.model = load_model(
+            folder, self.device, settings.dtype, settings.load_format, group=group
+        )
         self.config = self.model.config
         self.dtype = self.model.dtype
         memory.check_model_len(settings, self.config)
-        specs = group_specs(self.config)
+        specs = group_specs(self.config, group)
         self.host_store = HostStore(
             specs,
             max_rank=settings.max_lora_rank,
             dtype=self.dtype,
-            max_bytes=settings.host_lora_memory or default_host_bytes(),
+            max_bytes=None if group.rank else memory.host_bytes(settings),
             pin_memory=self.device.type == "cuda",
             base_weights=BaseWeights(self.model),
             base_model=settings.model,
+            replicas=replicas,
         )
-        num_rows = memory.pool_rows(settings, specs, self.dtype, self.device)
+        num_rows = self._least(memory.pool_rows(settings, specs, self.dtype, self.device))
         self.pool = AdapterPool(
             specs,
             memory.pool_slots(settings, num_rows),
@@ -135,8 +173,8 @@ class Runner:
             self.dtype,
             self.device,
         )
-        self.vocabulary_bytes = memory.vocabulary_bytes(
-            settings, self.config, self.dtype, self.device
+        self.vocabulary_bytes = self._least(
+            memory.vocabulary_bytes(settings, self.config, self.dtype, self.device)
         )
         wrap_model(self.model, self.pool, make_backend(self.device))
         self._loads = SlotLoads(self.pool, self.host_store)
@@ -154,9 +192,9 @@ class Runner:
         return 2 if self.device.type == "cuda" else 1
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of weights, adapter pool, KV cache and CUDA graphs."""
+        """Bytes of weights, adapter pool, KV cache and CUDA graphs, on this rank."""
         row_bytes = bytes_per_row(tuple(self.pool.specs.values()), self.dtype)
-        block_bytes = kv_block_bytes(self.config, self.cache.block_size, self.dtype)
+        block_bytes = kv_block_bytes(self.config, self.cache.block_size, self.dtype, self.group)
         return {
             "weights": sum(weight.nbytes for weight in self.model.parameters()),
             "adapter_pool": self.pool.num_rows * row_bytes,
@@ -224,8 +262,13 @@ class Runner:
             return _Outputs(None, scores)
         last_slots = self.rows.slots_at(sampling_rows, arrays.positions[last_tokens])
         logits = self._logits(hidden[last], last_slots)
+        if self.group.rank > 0:
+            token_ids = self.group.broadcast(torch.empty_like(rows))
+            self.device_rows.set_last_tokens(rows, token_ids)
+            self.rows.expect_tokens(sampling_rows)
+            return _Outputs()
         output = sampler.sample(logits, self.sampling.batch(sampling_rows, logits.shape[1]))
-        self.device_rows.set_last_tokens(rows, output.token_ids)
+        self.device_rows.set_last_tokens(rows, self.group.broadcast(output.token_ids))
         together = _Samples(
             rows=sampling_rows,
             seq_ids=self.rows.seq_ids[sampling_rows],
@@ -292,6 +335,8 @@ class Runner:
         for start in range(0, len(targets), size):
             chunk = targets[start : start + size]
             logits = self._logits(hidden[start : start + size], slots[start : start + size])
+            if self.group.rank > 0:
+                continue
             values = sampler.score(logits, upload(chunk, self.device), num_top)
             scores.append(_Scores(chunk, download(join_scores(*values))))
         return scores
@@ -306,6 +351,7 @@ class Runner:
             block_size=block_size,
             dtype=self.dtype,
             device=self.device,
+            group=self.group,
         )
         max_len = settings.max_model_len or self.config.max_position_embeddings
         max_len = max(max_len, settings.max_num_batched_tokens)  # of the worst pass
@@ -320,13 +366,20 @@ class Runner:
             )
             logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
             available -= self._graph_bytes + self.vocabulary_bytes
-        size = memory.cache_size(settings, self.config, self.dtype, available)
+        size = memory.cache_size(
+            settings, self.config, self.dtype, self._least(available), self.group
+        )
         self.max_model_len = size.max_model_len
         self.cache = allocate(size.num_blocks)
         self.model.bind_kv_cache(self.cache)
         self.rows = SequenceRows(settings.max_num_seqs, self.max_model_len, block_size)
         self.device_rows = self._make_device_rows(self.max_model_len)
         self.sampling = SamplingRows(self.rows, self.device)
+
+    def _least(self, value: int) -> int:
+        """The smallest of all ranks' values: what all have room for."""
+        values = torch.tensor([value], device=self.device)
+        return int(self.group.all_gather(values, dim=0).min())
 
     def capture_graphs(self) -> None:
         """From now on decode steps are replayed. (On the CPU: they run on the static batches.)"""

@@ -58,7 +58,7 @@ class TestFiles:
         tensors = tensors_of(folder)
         assert named.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert torch.equal(named[name], tensor), name
+            assert torch.equal(named[name].view, tensor), name
         assert not model.training
         assert not any(parameter.requires_grad for parameter in model.parameters())
 

@@ -25,7 +25,9 @@ class Passes:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        cache = allocate_kv_cache(model.config, num_blocks, block_size, model.dtype, model.device)
+        cache = allocate_kv_cache(
+            model.config, num_blocks, block_size, model.dtype, model.device, model.group
+        )
         for layer in cache.layers:
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))

@@ -1,0 +1,103 @@
+"""What a configuration takes of each GPU, by arithmetic: nothing is loaded, no GPU is needed.
+
+    python benchmarks/memory.py configs/llama-3.1-70b-tp8.yaml --gpu 80GiB
+
+The model is one whose shape is in benchmarks/shapes.py, or a folder with a config.json. CUDA graphs
+and the working memory of the largest pass are measured at the server's start; here they are an
+allowance.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from shapes import SHAPES
+
+from lorakeet.configs.settings import Settings, load, parse_size
+from lorakeet.lora.pool import bytes_per_row
+from lorakeet.lora.specs import group_specs
+from lorakeet.models.config import ModelConfig, load_config, parse_config
+from lorakeet.models.kv_cache import kv_block_bytes
+from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.process_group import ProcessGroup
+from lorakeet.models.weights import resolve_dtype
+
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank's GPU."""
+
+    usable: int  # the allowed share of all
+    weights: int
+    adapter_pool: int
+    adapter_vocabularies: int
+    allowance: int  # CUDA graphs, and the working memory of a pass
+    row: int  # one rank row of an adapter, all modules
+    token: int  # keys and values of one token
+
+    @property
+    def kv_cache(self) -> int:
+        parts = (self.weights, self.adapter_pool, self.adapter_vocabularies, self.allowance)
+        return self.usable - sum(parts)
+
+    @property
+    def rows(self) -> int:
+        """Rank rows of the pool."""
+        return self.adapter_pool // self.row
+
+    @property
+    def tokens(self) -> int:
+        """That the KV cache holds."""
+        return max(0, self.kv_cache) // self.token
+
+
+def model_config(name: str) -> ModelConfig:
+    return parse_config(SHAPES[name]) if name in SHAPES else load_config(Path(name))
+
+
+def rank_memory(settings: Settings, rank: int, gpu: int, allowance: int) -> RankMemory:
+    """`gpu`: bytes of each GPU. Raises UnsupportedModelError for a model that cannot be cut so."""
+    assert settings.model is not None
+    assert settings.lora_memory is not None
+    group = ProcessGroup(rank, settings.tensor_parallel_size)
+    config = model_config(settings.model)
+    dtype = resolve_dtype(config, torch.device("cuda"), settings.dtype)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, group).to(dtype)
+    row = bytes_per_row(group_specs(config, group), dtype)
+    block = kv_block_bytes(config, settings.block_size, dtype, group)
+    return RankMemory(
+        usable=int(gpu * settings.gpu_memory_utilization),
+        weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        adapter_pool=settings.lora_memory // row * row,
+        adapter_vocabularies=settings.lora_vocabulary_memory or gpu // 32,
+        allowance=allowance,
+        row=row,
+        token=block // settings.block_size,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--gpu", type=parse_size, default=80 * GiB, help="memory of each GPU")
+    parser.add_argument("--allowance", type=parse_size, default=6 * GiB, help="graphs and passes")
+    arguments = parser.parse_args()
+    settings = load(arguments.config)
+    found = rank_memory(settings, 0, arguments.gpu, arguments.allowance)
+    print(f"{settings.model}, each of {settings.tensor_parallel_size} ranks:")
+    for part in ("weights", "adapter_pool", "adapter_vocabularies", "allowance", "kv_cache"):
+        print(f"  {part.replace('_', ' '):22}{getattr(found, part) / GiB:8.2f} GiB")
+    print(f"  {'unused':22}{(arguments.gpu - found.usable) / GiB:8.2f} GiB")
+    row, token = found.row / 2**20, found.token / 2**10
+    adapters = found.rows // settings.max_lora_rank
+    print(f"An adapter takes {row:.2f} MiB for each rank that it has;")
+    print(f"  the pool holds {found.rows}: {adapters} adapters of the largest rank.")
+    print(f"A token takes {token:.0f} KiB of KV cache; there is room for {found.tokens}.")
+
+
+if __name__ == "__main__":
+    main()
