@@ -131,11 +131,10 @@ class Settings(BaseModel):
     @field_validator("adapter_upload_dir")
     @classmethod
     def _not_a_root(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
-        """Else uploads would be served under their folders' names too."""
-        if folder is not None and folder.resolve() in {
-            root.resolve() for root in info.data.get("adapter_dirs", ())
-        }:
-            raise ValueError("must be another folder than every adapter-dir")
+        """Else uploads could be loaded by their path: while they come, and when they are gone."""
+        roots = (root.resolve() for root in info.data.get("adapter_dirs", ()))
+        if folder is not None and any(folder.resolve().is_relative_to(root) for root in roots):
+            raise ValueError("must be outside every adapter-dir")
         return folder
 
 

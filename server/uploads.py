@@ -11,7 +11,7 @@ import contextlib
 import re
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -90,10 +90,16 @@ class Uploads:
             raise
         yield Upload(final, receiver.fields)
 
-    def discard(self, folder: Path) -> None:
+    def discard(self, folder: Path, after: Callable[[], Awaitable[None]] | None = None) -> None:
         """Remove a folder of an upload, in the background; any other is left alone."""
+
+        async def remove() -> None:
+            if after is not None:
+                await after()
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+
         if folder.parent == self._folder and _FOLDER.fullmatch(folder.name):
-            task = asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, True))
+            task = asyncio.create_task(remove())
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
 
@@ -140,7 +146,8 @@ class _Receiver:
         self.folder = folder
         self.fields: dict[str, str] = {}
         self._limit = limit
-        self._num_bytes = 0
+        self._num_bytes = 0  # of files
+        self._num_received = 0
         self._is_complete = False
         self._headers: dict[bytes, bytes] = {}
         self._header = (bytearray(), bytearray())  # name and value of the present one
@@ -163,6 +170,9 @@ class _Receiver:
     def feed(self, data: bytes) -> None:
         """Raises BadRequestError, BodyTooLargeError, and OSError when the disk is full."""
         self.folder.mkdir(exist_ok=True)
+        self._num_received += len(data)
+        if self._num_received > self._limit + _OVERHEAD:  # also behind the end, where none is read
+            raise _too_large(self._limit)
         try:
             self._parser.write(data)
         except MultipartParseError as error:
