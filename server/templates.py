@@ -68,7 +68,8 @@ def render(template: str, variables: dict[str, Any], continue_final_message: boo
     try:
         text = _compile(template).render(variables)
     except Exception as error:  # whatever a template can raise is the template's fault
-        raise TemplateError(f"the chat template failed: {error}") from None
+        reason = str(error) or type(error).__name__  # a MemoryError says nothing
+        raise TemplateError(f"the chat template failed: {reason}") from None
     return (
         _cut_after(text, variables["messages"][-1]["content"]) if continue_final_message else text
     )
