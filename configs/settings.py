@@ -102,8 +102,8 @@ class Settings(BaseModel):
     )
     adapter_upload_dir: Path | None = Field(
         None,
-        description="Folder of the server's own for adapters that are uploaded; left out: none may"
-        " be. Without a state-dir they are removed at the next start",
+        description="Folder of the server's own, outside every adapter-dir, for adapters that are"
+        " uploaded; left out: none may be. Without a state-dir they are removed at the next start",
     )
     adapter_upload_limit: Size = Field(
         2 * 2**30, description="Largest upload of an adapter (default: 2GiB)"

@@ -215,7 +215,9 @@ def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert upload(toy).status_code == 500
+        response = upload(toy)
+    assert code(response) == (500, "upload_failed")
+    assert "No space left" in response.json()["error"]["message"]
     assert settled(store, 0)
     assert upload(toy).status_code == 200
 
