@@ -15,6 +15,7 @@ import struct
 import sys
 from datetime import datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jinja2
 import jinja2.ext
@@ -84,10 +85,14 @@ def _cut_after(text: str, final: str) -> str:
 
 
 class TemplateRenderer:
-    """Renders in a child process, which is started again after it had to be ended."""
+    """Renders in a child process, which is started again after it had to be ended.
+
+    Templates take turns: one that is slow, and much in use, holds every other up only once.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by template
         self._process: asyncio.subprocess.Process | None = None
 
     async def render(
@@ -95,7 +100,8 @@ class TemplateRenderer:
     ) -> str:
         """As `render`; raises TemplateError also for a template that takes too long."""
         request = json.dumps([template, variables, continue_final_message]).encode()
-        async with self._lock:
+        turn = self._turns.setdefault(template, asyncio.Lock())
+        async with turn, self._lock:
             try:
                 reply = orjson.loads(await asyncio.wait_for(self._ask(request), WALL_SECONDS))
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
