@@ -105,8 +105,8 @@ class Settings(BaseModel):
     )
     adapter_upload_dir: Path | None = Field(
         None,
-        description="Folder of the server's own for adapters that are uploaded; left out: none may"
-        " be. Without a state-dir they are removed at the next start",
+        description="Folder of the server's own, outside every adapter-dir, for adapters that are"
+        " uploaded; left out: none may be. Without a state-dir they are removed at the next start",
     )
     adapter_upload_limit: Size = Field(
         2 * 2**30, description="Largest upload of an adapter (default: 2GiB)"
@@ -134,11 +134,10 @@ class Settings(BaseModel):
     @field_validator("adapter_upload_dir")
     @classmethod
     def _not_a_root(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
-        """Else uploads would be served under their folders' names too."""
-        if folder is not None and folder.resolve() in {
-            root.resolve() for root in info.data.get("adapter_dirs", ())
-        }:
-            raise ValueError("must be another folder than every adapter-dir")
+        """Else uploads could be loaded by their path: while they come, and when they are gone."""
+        roots = (root.resolve() for root in info.data.get("adapter_dirs", ()))
+        if folder is not None and any(folder.resolve().is_relative_to(root) for root in roots):
+            raise ValueError("must be outside every adapter-dir")
         return folder
 
 

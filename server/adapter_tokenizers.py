@@ -2,10 +2,11 @@
 
 A folder may come from anybody. Fine-tuning adds tokens; what cuts a text into words stays as it is
 in the model's tokenizer. So only such parts are taken as are the model's, or can neither take long
-nor make a text much longer.
+nor make a text much longer; and of the part that makes tokens of words, only the tokens may differ.
 """
 
 import hashlib
+import itertools
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -24,6 +25,8 @@ _HARMLESS = frozenset(
     " NFC NFD NFKC NFKD StripAccents UnicodeScripts".split()
 )
 _MAX_PREPENDED = 8  # characters
+_MAX_TOKEN = 1024  # characters
+_TOKENS = ("vocab", "merges")  # the parts of "model" that hold tokens
 
 
 class AdapterTokenizers:
@@ -55,7 +58,9 @@ class AdapterTokenizers:
             if tokenizer is None:
                 assert self._base_config is not None
                 _check_pipeline(config, self._base_config)
-                tokenizer = self._by_digest[digest] = _load(data)
+                tokenizer = _load(data)
+                _check_tokens(config)
+                self._by_digest[digest] = tokenizer
             return tokenizer
 
     def _read_base(self) -> None:
@@ -65,6 +70,7 @@ class AdapterTokenizers:
         config = _parse(data or self._base.to_json())
         self._base_digest = _digest(config)
         self._base_config = {part: config.get(part) for part in _PIPELINE}
+        self._base_config["model"] = _model_settings(config)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -80,7 +86,10 @@ def _parse(data: bytes) -> dict[str, Any]:
 def _digest(config: dict[str, Any]) -> bytes:
     """Of all that counts: how a trainer cut and padded its batches does not."""
     counts = {key: value for key, value in config.items() if key not in ("truncation", "padding")}
-    return hashlib.sha256(orjson.dumps(counts, option=orjson.OPT_SORT_KEYS)).digest()
+    try:
+        return hashlib.sha256(orjson.dumps(counts, option=orjson.OPT_SORT_KEYS)).digest()
+    except orjson.JSONEncodeError:
+        raise TextConfigError(f"{TOKENIZER_NAME} is nested too deeply") from None
 
 
 def _load(data: bytes) -> Tokenizer:
@@ -99,6 +108,31 @@ def _check_pipeline(config: dict[str, Any], base: dict[str, Any]) -> None:
             raise TextConfigError(
                 f"{TOKENIZER_NAME}: its {name} is not the model's, and not a simple one"
             )
+    if _model_settings(config) != base["model"]:
+        raise TextConfigError(f"{TOKENIZER_NAME}: its model is set up otherwise than the base's")
+
+
+def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """All but the tokens. What is off may be left out."""
+    model = config.get("model")
+    if not isinstance(model, dict):
+        raise TextConfigError(f"{TOKENIZER_NAME} cannot be used: it has no model")
+    unset = (None, False, "")
+    settings = {
+        key: value for key, value in model.items() if key not in _TOKENS and value not in unset
+    }
+    if "merges" in model:  # old files do not say so
+        settings.setdefault("type", "BPE")
+    return settings
+
+
+def _check_tokens(config: dict[str, Any]) -> None:
+    """Of a tokenizer that could be loaded: no token stands for a long text."""
+    vocab = config["model"]["vocab"]  # a list of pairs, if tokens have scores
+    tokens = vocab if isinstance(vocab, dict) else (token for token, _ in vocab)
+    added = (token["content"] for token in config.get("added_tokens") or ())
+    if any(len(token) > _MAX_TOKEN for token in itertools.chain(tokens, added)):
+        raise TextConfigError(f"{TOKENIZER_NAME}: a token has more than {_MAX_TOKEN} characters")
 
 
 def _is_harmless(part: object) -> bool:
@@ -112,6 +146,8 @@ def _is_harmless(part: object) -> bool:
         for one in part[key]
     ]
     if part["type"] == "Prepend" and len(str(part.get("prepend"))) > _MAX_PREPENDED:
+        return False
+    if part.get("stop"):  # of a decoder that strips: the library fails at tokens that are shorter
         return False
     if part["type"] == "Replace":
         pattern = part.get("pattern")

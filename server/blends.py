@@ -24,12 +24,19 @@ class Selection:
     """What a request asks for, by name; nothing is held yet."""
 
     adapter: str | None = None  # the one adapter
-    blend: tuple[tuple[str, float], ...] = ()  # or several; a name may be there twice
+    blend: tuple[tuple[str | None, float], ...] = ()  # or several; a name may be there twice
 
     @property
     def label(self) -> str | None:
         """For metrics, which count it among the others, and the log; None: the base model."""
         return "(blend)" if self.blend else self.adapter
+
+
+@dataclass(frozen=True)
+class _Part:
+    index: int  # in the request's `adapters`
+    version: Version
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -70,22 +77,22 @@ async def lease(
         if not selection.blend:
             yield Leased(await stack.enter_async_context(registry.lease(selection.adapter)))
             return
-        versions = [
-            await _lease_part(stack, registry, index, name)
-            for index, (name, _) in enumerate(selection.blend)
-        ]
-        weights = [weight for _, weight in selection.blend]
-        yield _combine(versions, weights, info)
+        parts = []
+        for index, (name, weight) in enumerate(selection.blend):
+            if name is not None:  # the base model adds nothing
+                version = await _lease_part(stack, registry, index, name)
+                parts.append(_Part(index, version, weight))
+        yield _combine(parts, info)
 
 
-async def _resolve(registry: Registry, index: int, part: AdapterWeight, user: str | None) -> str:
+async def _resolve(
+    registry: Registry, index: int, part: AdapterWeight, user: str | None
+) -> str | None:
+    """None: an alias that stands for the base model, at least for this request."""
     try:
-        name = await registry.resolve(registry.base_name, part.name, user)
+        return await registry.resolve(registry.base_name, part.name, user)
     except ModelNotFoundError:
         raise ModelNotFoundError(part.name, param=_param(index)) from None
-    if name is None:  # an alias that stands for the base model
-        raise ModelNotFoundError(part.name, param=_param(index))
-    return name
 
 
 async def _lease_part(stack: AsyncExitStack, registry: Registry, index: int, name: str) -> Version:
@@ -99,24 +106,25 @@ async def _lease_part(stack: AsyncExitStack, registry: Registry, index: int, nam
     return version
 
 
-def _combine(versions: Sequence[Version], weights: Sequence[float], info: EngineInfo) -> Leased:
+def _combine(parts: Sequence[_Part], info: EngineInfo) -> Leased:
     """Weights of the same adapter add up, those of zero are left out."""
     totals: dict[int, float] = {}
-    by_id = {version.adapter_id: version for version in reversed(versions)}
-    for version, weight in zip(versions, weights, strict=True):
-        totals[version.adapter_id] = totals.get(version.adapter_id, 0.0) + weight
+    by_id = {part.version.adapter_id: part.version for part in reversed(parts)}
+    for part in parts:
+        id_ = part.version.adapter_id
+        totals[id_] = totals.get(id_, 0.0) + part.weight
     blend = tuple(sorted((id_, weight) for id_, weight in totals.items() if weight))
     if not blend:
         return Leased()
     if len(blend) == 1 and blend[0][1] == 1:
         return Leased(by_id[blend[0][0]])
-    for index, version in enumerate(versions):
-        if totals[version.adapter_id] and not version.loaded.blendable:
+    for part in parts:
+        if totals[part.version.adapter_id] and not part.version.loaded.blendable:
             message = (
-                f"The adapter {version.name!r} cannot be blended: its effect is no sum of rows "
-                "(DoRA, embeddings or tokens of its own, or an aLoRA)"
+                f"The adapter {part.version.name!r} cannot be blended: its effect is no sum of "
+                "rows (DoRA, embeddings or tokens of its own, or an aLoRA)"
             )
-            raise BadRequestError(message, param=_param(index), code="not_blendable")
+            raise BadRequestError(message, param=_param(part.index), code="not_blendable")
     num_rows = sum(by_id[id_].loaded.num_rows for id_, _ in blend)
     if num_rows > info.max_blend_rows:
         message = (

@@ -85,7 +85,7 @@ class Registry:
         self._state_file = state_file
         self._uploads = uploads
         self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
-        self._contents = Contents(engine, uploads.discard)
+        self._contents = Contents(engine, self._discard)
         self._numbers = itertools.count(1)
         self._versions: dict[str, Version] = {}
         self._leases = Leases(self._contents)
@@ -310,8 +310,12 @@ class Registry:
         """A registration is superseded: returns it. The folder of its upload is not needed more."""
         known = self.catalog.forget(name)
         if known is not None:
-            self._uploads.discard(known.path)
+            self._discard(known.path)
         return known
+
+    def _discard(self, folder: Path) -> None:
+        """The folder of an upload stays until no state on the disk names it: a kill may come."""
+        self._uploads.discard(folder, after=self.save)
 
     @contextlib.asynccontextmanager
     async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:

@@ -126,10 +126,17 @@ class Server:
                 raise BadRequestError(message, param=param, code="context_length_exceeded")
             token_ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
         except TokenizerError as error:
-            message = f"The tokenizer failed: {error}"
-            raise BadRequestError(message, param=param, code="tokenizer_error") from None
+            raise _tokenizer_failed(error, param) from None
         check_token_ids(token_ids, profile.vocab_size, param)
         return token_ids
+
+    async def decode(self, profile: Profile, token_ids: list[int], param: str) -> str:
+        """Special tokens too. Raises BadRequestError."""
+        check_token_ids(token_ids, profile.vocab_size, param)
+        try:
+            return await asyncio.to_thread(profile.tokenizer.decode, token_ids, False)
+        except TokenizerError as error:
+            raise _tokenizer_failed(error, param) from None
 
     def renderer(self, template: str) -> TemplateRenderer:
         is_base = template == self.registry.base.text.chat_template
@@ -169,6 +176,12 @@ class Server:
         """Each report holds the copies since the one before."""
         for seconds in stats.slot_load_seconds:
             self.metrics.load_time.labels("copy").observe(seconds)
+
+
+def _tokenizer_failed(error: TokenizerError, param: str) -> BadRequestError:
+    """An adapter's own, at a text or tokens that it cannot take."""
+    message = f"The tokenizer failed: {error}"
+    return BadRequestError(message, param=param, code="tokenizer_error")
 
 
 def server_of(request: Request) -> Server:

@@ -15,6 +15,7 @@ import struct
 import sys
 from datetime import datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jinja2
 import jinja2.ext
@@ -68,7 +69,8 @@ def render(template: str, variables: dict[str, Any], continue_final_message: boo
     try:
         text = _compile(template).render(variables)
     except Exception as error:  # whatever a template can raise is the template's fault
-        raise TemplateError(f"the chat template failed: {error}") from None
+        reason = str(error) or type(error).__name__  # a MemoryError says nothing
+        raise TemplateError(f"the chat template failed: {reason}") from None
     return (
         _cut_after(text, variables["messages"][-1]["content"]) if continue_final_message else text
     )
@@ -83,10 +85,14 @@ def _cut_after(text: str, final: str) -> str:
 
 
 class TemplateRenderer:
-    """Renders in a child process, which is started again after it had to be ended."""
+    """Renders in a child process, which is started again after it had to be ended.
+
+    Templates take turns: one that is slow, and much in use, holds every other up only once.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by template
         self._process: asyncio.subprocess.Process | None = None
 
     async def render(
@@ -94,7 +100,8 @@ class TemplateRenderer:
     ) -> str:
         """As `render`; raises TemplateError also for a template that takes too long."""
         request = json.dumps([template, variables, continue_final_message]).encode()
-        async with self._lock:
+        turn = self._turns.setdefault(template, asyncio.Lock())
+        async with turn, self._lock:
             try:
                 reply = orjson.loads(await asyncio.wait_for(self._ask(request), WALL_SECONDS))
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):

@@ -25,13 +25,17 @@ class TokenizerError(Exception):
 
 @contextlib.contextmanager
 def _as_tokenizer_error() -> Iterator[None]:
-    """The library raises nothing more exact than Exception, and panics that are not even that."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise TokenizerError(str(error)) from None
-        raise
+        raise _translated(error) from None
+
+
+def _translated(error: BaseException) -> BaseException:
+    """The library raises nothing more exact than Exception, and panics that are not even that."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return TokenizerError(str(error))
+    return error
 
 
 class Tokenizer:
@@ -91,7 +95,11 @@ class Tokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Raises TokenizerError."""
+        try:  # no `with`: it would take as long again as the decoding of a few tokens
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _translated(error) from None
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)

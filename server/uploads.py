@@ -7,11 +7,11 @@ What a crash leaves behind is removed at the next start.
 """
 
 import asyncio
-import contextlib
+import logging
 import re
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,8 +21,10 @@ from filelock import BaseFileLock
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from lorakeet.server.errors import BadRequestError, BodyTooLargeError, ForbiddenError
+from lorakeet.server.errors import APIError, BadRequestError, BodyTooLargeError, ForbiddenError
 from lorakeet.server.files import sync_file, sync_folder, take_folder
+
+logger = logging.getLogger(__name__)
 
 FILES = frozenset(
     "adapter_config.json adapter_model.safetensors tokenizer.json tokenizer_config.json"
@@ -68,12 +70,12 @@ class Uploads:
         if self._lock is not None:
             self._lock.release()
 
-    @contextlib.asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[Upload]:
+    async def receive(self, request: Request) -> Upload:
         """Write the body's files to a folder, which is then durable, and removed by `discard`.
 
-        Raises ForbiddenError when uploads are off, BodyTooLargeError, BadRequestError; a failure,
-        a client that goes, or a crash leaves nothing behind that could be loaded.
+        Raises ForbiddenError when uploads are off, BodyTooLargeError, BadRequestError, and another
+        APIError when the disk fails; no failure, client that goes, or crash leaves anything behind
+        that could be loaded.
         """
         if self._folder is None:
             message = "Uploads are off: start the server with --adapter-upload-dir"
@@ -85,15 +87,26 @@ class Uploads:
         try:
             await _receive(request, receiver)
             await asyncio.to_thread(_finish, receiver, final)
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(asyncio.to_thread(receiver.abandon))
+            self.discard(final)  # it has this name already when only the last sync has failed
+            if isinstance(error, OSError):
+                logger.error("an upload cannot be written: %s", error)
+                message = f"The upload cannot be written: {error.strerror}"
+                raise APIError(message, code="upload_failed") from None
             raise
-        yield Upload(final, receiver.fields)
+        return Upload(final, receiver.fields)
 
-    def discard(self, folder: Path) -> None:
+    def discard(self, folder: Path, after: Callable[[], Awaitable[None]] | None = None) -> None:
         """Remove a folder of an upload, in the background; any other is left alone."""
-        if folder.parent == self._folder and _FOLDER.fullmatch(folder.name):
-            task = asyncio.create_task(asyncio.to_thread(shutil.rmtree, folder, True))
+
+        async def remove() -> None:
+            if after is not None:
+                await after()
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+
+        if self.owns(folder) and _FOLDER.fullmatch(folder.name):
+            task = asyncio.create_task(remove())
             self._removals.add(task)
             task.add_done_callback(self._removals.discard)
 
@@ -140,7 +153,8 @@ class _Receiver:
         self.folder = folder
         self.fields: dict[str, str] = {}
         self._limit = limit
-        self._num_bytes = 0
+        self._num_bytes = 0  # of files
+        self._num_received = 0
         self._is_complete = False
         self._headers: dict[bytes, bytes] = {}
         self._header = (bytearray(), bytearray())  # name and value of the present one
@@ -163,6 +177,9 @@ class _Receiver:
     def feed(self, data: bytes) -> None:
         """Raises BadRequestError, BodyTooLargeError, and OSError when the disk is full."""
         self.folder.mkdir(exist_ok=True)
+        self._num_received += len(data)
+        if self._num_received > self._limit + _OVERHEAD:  # also behind the end, where none is read
+            raise _too_large(self._limit)
         try:
             self._parser.write(data)
         except MultipartParseError as error:

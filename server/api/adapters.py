@@ -49,9 +49,8 @@ async def create_adapter(request: Request) -> Response:
     if content_type != "multipart/form-data":
         return await load_lora_adapter(request)
     server = server_of(request)
-    async with server.uploads.receive(request) as upload:
-        loaded = await _load_upload(server, upload)
-    return _answer(server, loaded)
+    upload = await server.uploads.receive(request)
+    return _answer(server, await _load_upload(server, upload))
 
 
 async def get_adapter(request: Request) -> Response:

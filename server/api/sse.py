@@ -23,10 +23,17 @@ from starlette.types import Receive, Scope, Send
 from lorakeet.server.admission import ValidRequest
 from lorakeet.server.blends import Selection, lease
 from lorakeet.server.engine.client import EngineDeadError
-from lorakeet.server.errors import APIError, InternalError, RequestTimeoutError, UnavailableError
+from lorakeet.server.errors import (
+    APIError,
+    GenerationError,
+    InternalError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from lorakeet.server.generation import Choice, Delta, Generation, ScoredToken, Usage
 from lorakeet.server.registry import Version
 from lorakeet.server.state import Server
+from lorakeet.server.tokens import TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +245,8 @@ def _outcome(work: asyncio.Task[str]) -> str:
         raise
     except EngineDeadError:
         raise UnavailableError("The engine has died", code="dead") from None
+    except TokenizerError as error:  # an adapter's own, at tokens that it cannot show
+        raise GenerationError(f"The tokenizer failed: {error}") from None
     except Exception:
         logger.exception("a request failed")
         raise InternalError from None

@@ -1,11 +1,8 @@
 """`POST /tokenize` and `POST /detokenize`, as in vLLM."""
 
-import asyncio
-
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from lorakeet.server import admission
 from lorakeet.server.api.chat import chat_tokens
 from lorakeet.server.api.schemas import DetokenizeRequest, TokenizeRequest, read_body
 from lorakeet.server.errors import BadRequestError
@@ -60,7 +57,5 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
     async with server.registry.lease(adapter) as version:
-        profile = server.profile(version)
-        admission.check_token_ids(body.tokens, profile.vocab_size, "tokens")
-        text = await asyncio.to_thread(profile.tokenizer.decode, body.tokens, False)
+        text = await server.decode(server.profile(version), body.tokens, "tokens")
     return JSONResponse({"prompt": text})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models
+from tokenizers import decoders, models
 
 from lorakeet.server.adapter_tokenizers import MAX_FILE_BYTES, AdapterTokenizers
 from lorakeet.server.text_config import TextConfigError
@@ -99,6 +99,7 @@ LEGACY = {
         ("normalizer", {"type": "Replace", "pattern": {"Regex": "(a|a)*b"}, "content": ""}),
         ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 1000}),
         ("decoder", {"type": "Replace", "pattern": {"String": ""}, "content": "a"}),
+        ("decoder", {"type": "Strip", "content": "a", "start": 0, "stop": 5}),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         ("normalizer", {"type": "Nobody"}),
         ("normalizer", ["NFC"]),
@@ -110,6 +111,59 @@ def test_what_could_take_long_or_grow_is_refused(
     folder = edited(tmp_path, toy_model, lambda config: config.update({part: value}))
     with pytest.raises(TextConfigError, match=rf"tokenizer\.json: its {part}"):
         loader.load(folder)
+
+
+WORD_PIECE = {"type": "WordPiece", "unk_token": "?", "continuing_subword_prefix": "##",
+              "max_input_chars_per_word": 10**9, "vocab": {"?": 0}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(model=WORD_PIECE),  # cubic in the length of a text
+        lambda config: config["model"].update(end_of_word_suffix="x" * 10**6),
+        lambda config: config["model"].update(dropout=0.5),
+        lambda config: config["model"].update(type="Unigram"),
+    ],
+)
+def test_another_way_to_make_tokens_is_refused(
+    loader: AdapterTokenizers, toy_model: Path, tmp_path: Path, change: Callable[[Config], None]
+) -> None:
+    with pytest.raises(TextConfigError, match=r"tokenizer\.json: its model"):
+        loader.load(edited(tmp_path, toy_model, change))
+
+
+def test_a_token_that_stands_for_a_long_text_is_refused(
+    loader: AdapterTokenizers, toy_model: Path, tmp_path: Path
+) -> None:
+    def add(length: int) -> Callable[[Config], None]:
+        def change(config: Config) -> None:
+            config["model"]["vocab"]["x" * length] = len(config["model"]["vocab"])
+
+        return change
+
+    loader.load(edited(tmp_path, toy_model, add(1000)))
+    with pytest.raises(TextConfigError, match="more than 1024 characters"):
+        loader.load(edited(tmp_path, toy_model, add(10**6)))
+
+
+def test_deep_nesting_is_refused(
+    loader: AdapterTokenizers, toy_model: Path, tmp_path: Path
+) -> None:
+    def change(config: Config) -> None:
+        for _ in range(300):
+            config["decoder"] = {"type": "Sequence", "decoders": [config["decoder"]]}
+
+    with pytest.raises(TextConfigError, match=r"tokenizer\.json is nested too deeply"):
+        loader.load(edited(tmp_path, toy_model, change))
+
+
+def test_a_decoder_that_panics_is_an_error_of_these_tokens() -> None:
+    raw = RawTokenizer(models.WordLevel({"a": 0, "bab": 1}, unk_token="a"))
+    raw.decoder = decoders.Strip("a", 0, 3)
+    tokenizer = Tokenizer.from_json(raw.to_str().encode())
+    with pytest.raises(TokenizerError):
+        tokenizer.decode([0])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +181,6 @@ def test_simple_changes_are_taken(
     "change",
     [
         lambda config: config["model"].update(merges=[["a", "zzz"]]),
-        lambda config: config["model"].update(type="Unigram"),
         lambda config: config.update(added_tokens=[{"id": -1}]),
         lambda config: config.update(post_processor={"type": "TemplateProcessing"}),
         lambda config: config.pop("model"),
@@ -140,11 +193,15 @@ def test_broken_ones_are_refused(
         loader.load(edited(tmp_path, toy_model, change))
 
 
-def test_one_that_fails_in_use_is_refused(loader: AdapterTokenizers, tmp_path: Path) -> None:
+def test_one_that_fails_in_use_is_refused(tmp_path: Path) -> None:
     """No token for what it does not know."""
-    RawTokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    for name, vocab in {"base": {"a": 0, "?": 1}, "own": {"a": 0}}.items():
+        (tmp_path / name).mkdir()
+        raw = RawTokenizer(models.WordLevel(vocab, unk_token="?"))
+        raw.save(str(tmp_path / name / "tokenizer.json"))
+    loader = AdapterTokenizers(Tokenizer(tmp_path / "base"), tmp_path / "base")
     with pytest.raises(TextConfigError, match="cannot be used"):
-        loader.load(tmp_path)
+        loader.load(tmp_path / "own")
 
 
 def test_one_that_fails_at_some_texts_is_an_error_of_these(tmp_path: Path) -> None:

@@ -109,6 +109,19 @@ def test_a_user_stays_with_a_target(toy: ToyServer) -> None:
     assert {user: served(toy, "canary", user=user) for user in of_user} == of_user
 
 
+def test_a_canary_in_a_blend(toy: ToyServer) -> None:
+    """For the requests that go to the base model it adds nothing."""
+    put(toy, "canary", ("a3", 1), ("base", 1))
+    blend = [{"name": "canary", "weight": 2}, {"name": "a5", "weight": 1}]
+    answers = [ask(toy, "base", adapters=blend, user=f"u{i}") for i in range(24)]
+    encode = toy.server.tokenizer.encode
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert {encode(text, False)[0] - 40 for text in texts} == {5, 11}
+    answers = [ask(toy, "base", adapters=blend[:1], user=f"u{i}") for i in range(24)]
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    assert {encode(text, False)[0] - 40 for text in texts} == {0, 6}
+
+
 def test_users_are_shared_out_by_weight() -> None:
     aliases = Aliases()
     aliases.put("x", [Target("a", 1), Target("b", 3), Target("c", 6)])

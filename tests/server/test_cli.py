@@ -96,7 +96,7 @@ def test_adapters_check(tmp_path: Path) -> None:
     edit_config(adapter, use_dora=True)
     code, text = call(*check)
     assert code == 1
-    assert "DoRA" in text
+    assert "use_dora, but the file has no magnitude" in text
     code, text = call("adapters", "check", str(adapter), "--model", str(tmp_path / "none"))
     assert code == 2
     assert "There is no file or folder" in text

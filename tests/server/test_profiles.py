@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -91,6 +92,31 @@ def test_added_tokens_are_read_and_written(server: ToyServer) -> None:
     shown = "".join(part["choices"][0]["text"] for part in parts)
     assert (text * 4).startswith(shown)
     assert text in shown
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stream": True}, {"n": 2, "echo": True}])
+def test_a_tokenizer_that_fails_at_what_was_generated(
+    server: ToyServer, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of this request, whatever the library has thrown."""
+    complete(server, "smile", [5])
+
+    class PanicException(BaseException): ...
+
+    def fail(*_: object, **__: object) -> str:
+        raise PanicException("index out of bounds")
+
+    backend = SimpleNamespace(decode=fail)
+    version = server.server.registry.find("smile")
+    assert version is not None
+    monkeypatch.setattr(version.profile.tokenizer, "_tokenizer", backend)
+    response = post(server, COMPLETIONS, model="smile", prompt=[5], max_tokens=3, **fields)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "generation_failed"
+    response = post(server, "/detokenize", model="smile", tokens=[5])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "tokenizer_error"
+    complete(server, "base", [5])
 
 
 @pytest.mark.parametrize("model", ["base", "plain", "frown"])

@@ -3,14 +3,19 @@
 import asyncio
 import json
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lorakeet.server import adapter_state
 from lorakeet.server.adapter_state import FILE_NAME, Registration, State, StateFile
 from lorakeet.server.files import FolderError, write_atomically
+from support.servers import wait_until
 from support.toy_server import ToyServer, adapter_folder, toy_server
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -173,6 +178,44 @@ def test_uploads_survive(toy_model: Path, kept: dict[str, Any]) -> None:
         assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
     assert not third.exists()
     assert [path.name for path in store.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_an_upload_is_there_as_long_as_the_saved_state_names_it(
+    toy_model: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """A kill between the two must not lose the name."""
+
+    def upload(toy: ToyServer, k: int) -> Path:
+        config = json.dumps({"k": k}).encode()
+        named = {"adapter_config.json": config, "adapter_model.safetensors": b"w"}
+        fields = {"name": "x", "load_inplace": "true"}
+        response = toy.http.post(
+            "/v1/adapters", data=fields, files=[("f", one) for one in named.items()]
+        )
+        return Path(response.json()["path"])
+
+    may_write = threading.Event()
+
+    def slow(path: Path, data: bytes) -> None:
+        assert may_write.wait(10)
+        write_atomically(path, data)
+
+    with toy_server(toy_model, **kept) as toy:
+        first = upload(toy, 3)
+    with toy_server(toy_model, **kept) as toy, ThreadPoolExecutor() as pool:
+        if is_loaded:
+            assert shift(toy, "x") == 3
+        monkeypatch.setattr(adapter_state, "write_atomically", slow)
+        second = pool.submit(upload, toy, 4)
+        try:
+            wait_until(lambda: listed(toy)["x"]["path"] != str(first), "the second version")
+            time.sleep(0.2)
+            assert first.exists()
+        finally:
+            may_write.set()
+        assert second.result().exists()
+        wait_until(lambda: not first.exists(), "removed")
 
 
 def test_adapters_of_the_settings_come_first(

@@ -140,6 +140,25 @@ def test_a_renderer_that_was_killed_starts_again() -> None:
     asyncio.run(run())
 
 
+def test_templates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    async def ask(_: TemplateRenderer, request: bytes) -> bytes:
+        order.append(json.loads(request)[0])
+        await asyncio.sleep(0.01)
+        return b'{"text": "", "error": null}'
+
+    monkeypatch.setattr(TemplateRenderer, "_ask", ask)
+
+    async def run() -> None:
+        renderer = TemplateRenderer()
+        await asyncio.gather(*(renderer.render(template, {}) for template in "aaaabbc"))
+
+    asyncio.run(run())
+    assert sorted(order[:3]) == ["a", "b", "c"]
+    assert sorted(order) == [*"aaaabbc"]
+
+
 def test_variables_of_any_name_and_size() -> None:
     async def run() -> str:
         renderer = TemplateRenderer()

@@ -1,5 +1,6 @@
 """Uploads over the wire: what is taken, what is refused, and what is left on the disk after all."""
 
+import itertools
 import json
 import os
 import shutil
@@ -185,6 +186,17 @@ def test_too_large(toy: ToyServer, store: Path, is_chunked: bool) -> None:
     assert folders(store) == []
 
 
+def test_a_body_without_end(toy: ToyServer, store: Path) -> None:
+    """What follows the last part is not read, but it counts."""
+    body = toy.http.build_request("POST", ADAPTERS, data={"name": "x"}, files=files())
+    content = itertools.chain([body.read()], itertools.repeat(b"z" * 9999, 100))
+    headers = {"content-type": body.headers["content-type"]}
+    response = toy.http.post(ADAPTERS, content=content, headers=headers)
+    assert code(response) == (413, "body_too_large")
+    assert folders(store) == []
+    assert shift(toy, "x") == -1
+
+
 def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
     for share in (0.1, 0.5, 0.99):
         request = toy.http.build_request("POST", ADAPTERS, data={"name": "x"}, files=files())
@@ -203,7 +215,9 @@ def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert upload(toy).status_code == 500
+        response = upload(toy)
+    assert code(response) == (500, "upload_failed")
+    assert "No space left" in response.json()["error"]["message"]
     assert settled(store, 0)
     assert upload(toy).status_code == 200
 
