@@ -115,6 +115,11 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
     )
 
 
+def _devices(runner: Runner) -> str:
+    size, kind = runner.group.size, runner.device.type
+    return kind if size == 1 else f"{size} x {kind}"
+
+
 def _info(settings: Settings, runner: Runner) -> EngineInfo:
     return EngineInfo(
         vocab_size=runner.config.vocab_size,
@@ -122,7 +127,7 @@ def _info(settings: Settings, runner: Runner) -> EngineInfo:
         num_blocks=runner.cache.num_blocks,
         block_size=settings.block_size,
         max_loras=settings.max_loras,
-        device=str(runner.device),
+        device=_devices(runner),
         dtype=str(runner.dtype).removeprefix("torch."),
         memory=runner.memory_by_part(),
         max_blend_rows=blend_rows(settings, runner.pool.num_rows),
