@@ -58,10 +58,10 @@ class Settings(BaseModel):
         "auto", description="Number format; auto: float32 on a CPU, the checkpoint's on a GPU"
     )
     tensor_parallel_size: Count = Field(
-        1, description="GPUs to cut the model over (on a CPU: processes)"
+        1, description="GPUs to cut the model and its adapters over; on a CPU, processes"
     )
     start_timeout: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="Seconds in which all processes of a model that is cut must be ready"
+        600.0, description="Seconds in which the processes of a model that is cut must be ready"
     )
 
     max_model_len: Count | None = Field(
@@ -90,8 +90,8 @@ class Settings(BaseModel):
     )
     lora_memory: Size | None = Field(
         None,
-        description="GPU pool of adapters (default: max-loras adapters of the largest rank, in at"
-        " most a quarter of the free memory)",
+        description="Pool of adapters on each GPU (default: max-loras adapters of the largest rank,"
+        " in at most a quarter of the free memory)",
     )
     lora_vocabulary_memory: Size | None = Field(
         None,

@@ -80,7 +80,7 @@ def _shrink(  # type: ignore[no-untyped-def]
         near = (own_first < r0 + BLOCK_R) & (own_last > r0)
         total = shrink_tile(
             x,
-            a + slice_id * a_slice_stride,
+            a + slice_id.to(tl.int64) * a_slice_stride,
             m,
             near,
             row,

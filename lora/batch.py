@@ -147,6 +147,8 @@ class StaticRankRows:
 
     def batch(self, values: Tensor, slots: Tensor) -> LoRABatch:
         """The views of a buffer that `pack` has filled."""
+        if not self._groups:
+            return LoRABatch(slots)
         parts = torch.split(values[self._arrivals_size :], self._size)
         rank_rows = {
             group: unpack(part, self._num_tokens, self._room, self._pool.tables.width)

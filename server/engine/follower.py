@@ -23,6 +23,7 @@ from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId
 from lorakeet.models.process_group import join
 from lorakeet.server import logs
+from lorakeet.server.engine.devices import choose_device
 from lorakeet.server.engine.process import exit_at_end_of_input, limit_threads
 from lorakeet.server.engine.rank_messages import (
     AdapterRead,
@@ -36,7 +37,7 @@ from lorakeet.server.engine.rank_messages import (
     SlotsFilled,
 )
 from lorakeet.server.engine.run import COLLECTIVE_SECONDS, SETTLE_SECONDS, USER_ERRORS
-from lorakeet.server.engine.runner import Runner, choose_device
+from lorakeet.server.engine.runner import Runner
 
 logger = logging.getLogger(__name__)
 

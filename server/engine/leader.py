@@ -61,7 +61,8 @@ class Followers:
         self.address = f"127.0.0.1:{_free_port()}"
         self._on_death = on_death
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()  # of orders: all ranks get them in the same order
+        self._sending = threading.Lock()  # all ranks get orders in the same order
+        self._ending = threading.Lock()  # another one: a send may wait for a rank that hangs
         self._ended = threading.Event()
         self._ready = threading.Event()
         self._reads: dict[tuple[AdapterId, int], Future[str]] = {}  # digests, by id and rank
@@ -80,7 +81,7 @@ class Followers:
     def send(self, order: Order) -> None:
         """To all ranks. One that is gone is `on_death`'s to deal with."""
         message = self._encoder.encode(order)
-        with self._lock:
+        with self._sending:
             for follower in self._followers:
                 try:
                     follower.connection.send_bytes(message)
@@ -99,7 +100,7 @@ class Followers:
             futures.append(Future())
             self._reads[adapter_id, follower.rank] = futures[-1]
         self.send(ReadAdapter(adapter_id, str(path)))
-        if self._ended.is_set():
+        if self._ended.is_set():  # perhaps before these were there to be given up
             self._give_up_reads()
 
         def wait() -> set[str]:
@@ -132,7 +133,7 @@ class Followers:
 
     def _end(self) -> bool:
         """Kill them; False: that was done before."""
-        with self._lock:
+        with self._ending:
             if self._ended.is_set():
                 return False
             self._ended.set()

@@ -111,9 +111,9 @@ class EngineInfo(msgspec.Struct, frozen=True, tag="ready"):
     max_loras: int
     device: str
     dtype: str
-    memory: dict[str, int] = {}  # bytes by part: weights, adapter_pool, kv_cache, graphs
-    lora_row_bytes: int = 0  # of one rank row in the pool
-    lora_host_limit: int = 0  # bytes of adapters in host memory
+    memory: dict[str, int] = {}  # bytes by part on one device: weights, adapter_pool, kv_cache …
+    lora_row_bytes: int = 0  # of one rank row in the pool of one device
+    lora_host_limit: int = 0  # bytes of adapters in host memory, of one process
     max_blend_rows: int = 0  # the most rows that the adapters of one blend may have together
 
 

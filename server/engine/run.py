@@ -11,11 +11,12 @@ from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import UnsupportedModelError, load_config
 from lorakeet.models.process_group import ProcessGroupError, join
 from lorakeet.models.weights import WeightsError
+from lorakeet.server.engine.devices import check_parallel, choose_device
 from lorakeet.server.engine.leader import Followers, LeadingRunner
 from lorakeet.server.engine.loop import EngineLoop, Inbox
 from lorakeet.server.engine.memory import blend_rows
 from lorakeet.server.engine.messages import MAX_BLEND, EngineDead, EngineInfo, Event
-from lorakeet.server.engine.runner import Runner, check_parallel, choose_device
+from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.scheduler import Scheduler
 from lorakeet.server.engine.scheduler_config import SchedulerConfig
 
@@ -115,6 +116,11 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
     )
 
 
+def _devices(runner: Runner) -> str:
+    size, kind = runner.group.size, runner.device.type
+    return kind if size == 1 else f"{size} x {kind}"
+
+
 def _info(settings: Settings, runner: Runner) -> EngineInfo:
     return EngineInfo(
         vocab_size=runner.config.vocab_size,
@@ -122,7 +128,7 @@ def _info(settings: Settings, runner: Runner) -> EngineInfo:
         num_blocks=runner.cache.num_blocks,
         block_size=settings.block_size,
         max_loras=settings.max_loras,
-        device=str(runner.device),
+        device=_devices(runner),
         dtype=str(runner.dtype).removeprefix("torch."),
         memory=runner.memory_by_part(),
         max_blend_rows=blend_rows(settings, runner.pool.num_rows),

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.configs.settings import Settings, SettingsError
+from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.base_weights import BaseWeights
@@ -34,8 +34,6 @@ from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler
-from lorakeet.models.config import ModelConfig, UnsupportedModelError
-from lorakeet.models.cuts import cut_model
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.process_group import ALONE, ProcessGroup
 from lorakeet.models.weights import load_model
@@ -48,6 +46,7 @@ from lorakeet.server.engine.device_batch import (
     upload,
     upload_all,
 )
+from lorakeet.server.engine.devices import choose_device
 from lorakeet.server.engine.graphs import DecodeGraphs
 from lorakeet.server.engine.inputs import Ints, SequenceRows, StepArrays
 from lorakeet.server.engine.sampling import (
@@ -97,35 +96,6 @@ class _Outputs:
 
     samples: _Samples | None = None
     scores: dict[SequenceId, list[_Scores]] = field(default_factory=dict)
-
-
-def choose_device(settings: Settings, rank: int = 0) -> torch.device:
-    """ "auto" is the GPU where there is one; each rank has its own, the process's current one.
-
-    Raises SettingsError for "cuda" without one, and for more ranks than GPUs.
-    """
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
-        raise SettingsError("device: there is no CUDA device that torch can use")
-    if settings.device == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    size, num_devices = settings.tensor_parallel_size, torch.cuda.device_count()
-    if size == 1:
-        return torch.device("cuda")
-    if size > num_devices:
-        raise SettingsError(f"tensor_parallel_size: {size}; this machine has {num_devices} GPUs")
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
-
-
-def check_parallel(settings: Settings, config: ModelConfig) -> None:
-    """Raise SettingsError for a `tensor_parallel_size` that the model cannot be cut by, or for
-    which there are not enough devices."""
-    try:
-        cut_model(config, ProcessGroup(0, settings.tensor_parallel_size))
-    except UnsupportedModelError as error:
-        raise SettingsError(f"tensor_parallel_size: {error}") from None
-    choose_device(settings)
 
 
 class Runner:

@@ -16,7 +16,8 @@ from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.batch import HEAD, LoRAForwardBatch, body_groups, build_lora_batch
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.peft_files import read_adapter
-from lorakeet.lora.pool import AdapterPool, bytes_per_row, table_width
+from lorakeet.lora.pool import AdapterPool, bytes_per_row
+from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.parallel import RowParallelLinear

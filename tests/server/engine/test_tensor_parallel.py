@@ -10,19 +10,31 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from lorakeet.lora.adapter import AdapterError, AdapterId
+from lorakeet.lora.adapter import AdapterError, AdapterId, Slot
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
+from lorakeet.models.process_group import ProcessGroup
 from lorakeet.server.engine.client import EngineDeadError
+from lorakeet.server.engine.leader import LeadingRunner
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.process_client import EngineProcess
+from lorakeet.server.engine.rank_messages import Launch, SlotsFilled
+from lorakeet.server.engine.step import (
+    BlockId,
+    ScheduledSequence,
+    SequenceId,
+    SlotLoad,
+    Step,
+    StepResult,
+)
 from support.adapters import make_adapter, peft_greedy
 from support.engines import Collected, cpu_settings
 from support.models import tiny_model
@@ -302,6 +314,54 @@ def test_all_ranks_die_with_their_parent(model: Path) -> None:
     finally:
         parent.kill()
         parent.communicate()
+
+
+# --- slots ---
+
+
+class ScriptedRank:
+    """A runner, and the reports of other ranks: only CUDA copies are ever late, or fail."""
+
+    depth = 2
+    group = ProcessGroup(0, 3)
+
+    def __init__(self) -> None:
+        self.own: list[StepResult] = []
+        self.reports: list[SlotsFilled] = []
+        self.sent: list[Step] = []
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        assert self.sent[-1] == step  # the others have it already
+        return self.own.pop
+
+    def send(self, order: Launch) -> None:
+        encoded = msgspec.msgpack.encode(order)
+        self.sent.append(msgspec.msgpack.decode(encoded, type=Launch).step)
+
+    def take_filled(self) -> list[SlotsFilled]:
+        reports, self.reports = self.reports, []
+        return reports
+
+
+def test_a_slot_is_loaded_when_all_ranks_have_filled_it() -> None:
+    ranks = ScriptedRank()
+    leading = LeadingRunner(cast(Any, ranks), cast(Any, ranks))
+    a, b, c = Slot(1), Slot(2), Slot(3)
+
+    def step(own: StepResult, *reports: SlotsFilled) -> StepResult:
+        ranks.own, ranks.reports = [own], list(reports)
+        chunk = ScheduledSequence(SequenceId(5), 3, 1, (BlockId(7),), True)
+        load = SlotLoad(AdapterId(4), a, rows=(3, 1))
+        return leading.launch(Step(loads=(load,), released=(SequenceId(2),), sequences=(chunk,)))()
+
+    one = step(StepResult(loaded=(a, b), load_seconds=(0.5, 0.25)), SlotsFilled((a,), {}))
+    assert (one.loaded, one.load_errors) == ((), {})
+    two = step(StepResult(load_errors={c: "full"}), SlotsFilled((a, b, c), {}))
+    assert (two.loaded, two.load_seconds, two.load_errors) == ((a,), (0.5,), {})
+    three = step(StepResult(), SlotsFilled((c,), {b: "broken"}))
+    assert (three.loaded, three.load_errors) == ((), {b: "broken", c: "full"})
+    again = step(StepResult(loaded=(b,), load_seconds=(1.0,)), *[SlotsFilled((b,), {})] * 2)
+    assert (again.loaded, again.load_seconds) == ((b,), (1.0,))
 
 
 # --- host stores ---
