@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
@@ -43,7 +44,7 @@ class LayerWeights:
 
     a: Tensor  # (slices, num_rows, input_size)
     b: Tensor  # (num_rows, output_size), rank-major
-    ranks: Tensor  # (num_slots,) int32, on the host; 0: the slot leaves this layer alone
+    ranks: NDArray[np.int32]  # (num_slots,); 0: the slot leaves this layer alone
     tables: RowTables  # the first ranks[slot] rows that it lists count
     slice_sizes: tuple[int, ...]
     group: str

@@ -6,7 +6,7 @@ nobody uses a slot before the copy is complete.
 
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
+import numpy as np
 
 from lorakeet.kernels.rank_rows import SlotRows
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights
@@ -16,15 +16,12 @@ class RowTables:
     """Slot 0 lists nothing. R is the table's width: the most rows that a slot can list."""
 
     def __init__(self, specs: Iterable[GroupSpec], num_slots: int, width: int) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype)
-
         self.width = width
-        self.rows = zeros(num_slots, width)
-        self.scales = zeros(num_slots, width, dtype=torch.float32)
-        self.offsets = zeros(num_slots, width, dtype=torch.float32)
-        self.magnitude_rows = zeros(num_slots) - 1
-        self.ranks = {spec.name: zeros(spec.num_layers, num_slots) for spec in specs}
+        self.rows = np.zeros((num_slots, width), np.int32)
+        self.scales = np.zeros((num_slots, width), np.float32)
+        self.offsets = np.zeros((num_slots, width), np.float32)
+        self.magnitude_rows = np.full(num_slots, -1, np.int32)
+        self.ranks = {spec.name: np.zeros((spec.num_layers, num_slots), np.int32) for spec in specs}
 
     def clear(self, slot: int) -> None:
         for ranks in self.ranks.values():
@@ -37,15 +34,14 @@ class RowTables:
         """`rows`: those of its ranks, of its biases and of its magnitudes, in that order."""
         ranks, extra = rows[: adapter.rank], [*rows[adapter.rank :]]
         bias = [extra.pop(0)] if adapter.has_bias else []
-        listed = torch.tensor([*bias, *ranks], dtype=torch.int32)
+        listed = [*bias, *ranks]
         self.rows[slot, : len(listed)] = listed
         self.scales[slot, : len(listed)] = 1
         self.offsets[slot, : len(bias)] = 1
         if adapter.has_magnitude:
             self.magnitude_rows[slot] = extra.pop(0)
         for name, weights in adapter.groups.items():
-            counts = _row_counts(weights, adapter.has_bias)
-            self.ranks[name][:, slot] = torch.tensor(counts, dtype=torch.int32)
+            self.ranks[name][:, slot] = _row_counts(weights, adapter.has_bias)
 
     def blend(self, slot: int, parts: Sequence[tuple[int, int, float]]) -> None:
         """`parts`: slot, number of rows and weight of each adapter, one after the other."""
@@ -57,28 +53,24 @@ class RowTables:
             self.offsets[slot, own] = self.offsets[part_slot, :count] * weight
             for ranks in self.ranks.values():
                 there = ranks[:, part_slot]
-                ranks[:, slot] = torch.where(there > 0, there + start, ranks[:, slot])
+                ranks[:, slot] = np.where(there > 0, there + start, ranks[:, slot])
             start += count
 
     def touched(self, slots: Sequence[int], groups: Collection[str]) -> list[str]:
         """Those of the groups that any of the slots changes, in any layer."""
-        return [
-            name
-            for name in groups
-            if name in self.ranks and self.ranks[name].numpy()[:, slots].any()
-        ]
+        return [name for name in groups if name in self.ranks and self.ranks[name][:, slots].any()]
 
     def num_listed(self, slots: Sequence[int], group: str) -> tuple[int, ...]:
         """How many rows each slot lists for a group, in the layer with the most."""
-        return tuple(self.ranks[group].numpy()[:, slots].max(0).tolist())
+        return tuple(self.ranks[group][:, slots].max(0).tolist())
 
     def slot_rows(self, group: str, slot: int) -> SlotRows:
         """What a slot lists for a group. Layers that read fewer rows have zeros in the others."""
         (count,) = self.num_listed([slot], group)
         return SlotRows(
-            self.rows.numpy()[slot, :count],
-            self.scales.numpy()[slot, :count],
-            self.offsets.numpy()[slot, :count],
+            self.rows[slot, :count],
+            self.scales[slot, :count],
+            self.offsets[slot, :count],
             int(self.magnitude_rows[slot]) if count else -1,
         )
 

@@ -94,8 +94,8 @@ class _Work:
 def get_plan(weights: LayerWeights, batch: LoRABatch, num_tokens: int) -> Plan | None:
     """The pass's plan for a layer like this one; None when no row's adapter changes it."""
     work = batch.cached("work", lambda: _get_work(batch.slots.numpy()))
-    run_ranks = weights.ranks.numpy()[work.runs.slots]
-    ranks = weights.ranks.numpy()[work.others.slots]
+    run_ranks = weights.ranks[work.runs.slots]
+    ranks = weights.ranks[work.others.slots]
     slices = weights.slice_sizes if len(weights.slice_sizes) > 1 else None
 
     def make() -> Plan | None:
@@ -132,9 +132,9 @@ def _make_runs(weights: LayerWeights, work: _Work, ranks: NDArray[np.int32]) -> 
         yield Run(
             start=start,
             stop=start + length,
-            rows=weights.tables.rows[slot, :rank].long(),
-            factors=_unless(1, weights.tables.scales[slot, :rank].repeat(num_slices)),
-            offsets=_unless(0, weights.tables.offsets[slot, :rank].repeat(num_slices)),
+            rows=torch.from_numpy(weights.tables.rows[slot, :rank]).long(),
+            factors=_unless(1, np.tile(weights.tables.scales[slot, :rank], num_slices)),
+            offsets=_unless(0, np.tile(weights.tables.offsets[slot, :rank], num_slices)),
             magnitude=magnitude_row if magnitude_row >= 0 else None,
         )
 
@@ -147,7 +147,7 @@ def _make_pairs(
     pair_tokens = rows.tokens[row_of_pair]
     nth_rank = _ranges(np.zeros_like(ranks), ranks)
     entries = rows.slots[row_of_pair], nth_rank
-    pair_rows = weights.tables.rows.numpy()[entries].astype(np.int64)
+    pair_rows = weights.tables.rows[entries].astype(np.int64)
     used, widened_rows, num_rows = pair_rows, None, weights.b.shape[0]
     if weights.b.dtype.itemsize < 4:
         widened_rows, used = np.unique(pair_rows, return_inverse=True)
@@ -163,8 +163,8 @@ def _make_pairs(
         own_count = counts[pair_tokens[pairs]]
         first_pair = (np.cumsum(counts) - counts)[pair_tokens[pairs]]
         values = pairs + (num_slices - 1) * first_pair + slice_of_chunk[chunks] * own_count
-    factors = weights.tables.scales.numpy()[entries][pairs]
-    offsets = weights.tables.offsets.numpy()[entries][pairs]
+    factors = weights.tables.scales[entries][pairs]
+    offsets = weights.tables.offsets[entries][pairs]
     dtype = torch.promote_types(weights.b.dtype, torch.float32)
     return Pairs(
         tokens=None if counts.all() else torch.from_numpy(np.flatnonzero(counts)),
@@ -176,15 +176,15 @@ def _make_pairs(
         bag_rows=torch.from_numpy((used[pairs] * num_chunks + chunks).astype(np.int32)),
         bag_starts=torch.from_numpy(_bounds(np.repeat(counts[counts > 0], num_chunks))[:-1]),
         bag_values=None if values is None else torch.from_numpy(values),
-        bag_factors=_unless(1, torch.from_numpy(factors)),
-        bag_offsets=_unless(0, torch.from_numpy(offsets)),
+        bag_factors=_unless(1, factors),
+        bag_offsets=_unless(0, offsets),
         magnitudes=_make_magnitudes(weights, rows[ranks > 0], counts),
     )
 
 
 def _make_magnitudes(weights: LayerWeights, rows: _Rows, counts: Ints) -> Magnitudes | None:
     """`rows`: those whose adapter changes the layer; `counts`: pairs of each token."""
-    magnitude_rows = weights.tables.magnitude_rows.numpy()[rows.slots].astype(np.int64)
+    magnitude_rows = weights.tables.magnitude_rows[rows.slots].astype(np.int64)
     has_magnitude = magnitude_rows >= 0
     if not has_magnitude.any():
         return None
@@ -196,8 +196,8 @@ def _make_magnitudes(weights: LayerWeights, rows: _Rows, counts: Ints) -> Magnit
     )
 
 
-def _unless(neutral: float, values: Tensor) -> Tensor | None:
-    return None if bool((values == neutral).all()) else values
+def _unless(neutral: float, values: NDArray[np.float32]) -> Tensor | None:
+    return None if (values == neutral).all() else torch.from_numpy(values)
 
 
 def _pattern(

@@ -406,7 +406,7 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     assert not torch.cuda.current_stream().query()  # the write did not wait for the pass
     write.wait()
     after = layer.a.clone()
-    table = pool.tables.rows.clone()
+    table = pool.tables.rows.copy()
     torch.cuda.synchronize()
     assert write.done()
     assert torch.equal(seen.cpu(), old.groups["qkv_proj"].a[1])
