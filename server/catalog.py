@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from lorakeet.server.adapter_roots import AdapterRoots
 from lorakeet.server.adapter_state import Registration
@@ -24,6 +25,10 @@ class Unloaded:
     path: Path
     digest: str | None = None  # of a registration: no other content is taken
     pinned: bool = False
+
+    @classmethod
+    def of(cls, known: Registration) -> Self:
+        return cls(Path(known.path), known.digest, known.pinned)
 
 
 class Catalog:
@@ -46,7 +51,7 @@ class Catalog:
 
     async def find(self, name: str) -> Unloaded | None:
         if (known := self.registered.get(name)) is not None:
-            return Unloaded(Path(known.path), known.digest, known.pinned)
+            return Unloaded.of(known)
         if not self._roots or not self._can_be_folder(name):
             return None
         folder = await asyncio.to_thread(self._roots.find, name)
@@ -54,10 +59,7 @@ class Catalog:
 
     async def all(self) -> dict[str, Unloaded]:
         folders = await asyncio.to_thread(self._roots.scan)
-        found = {
-            name: Unloaded(Path(known.path), known.digest, known.pinned)
-            for name, known in self.registered.items()
-        }
+        found = {name: Unloaded.of(known) for name, known in self.registered.items()}
         for name, folder in folders.items():
             if self._can_be_folder(name):
                 found.setdefault(name, Unloaded(folder))
@@ -77,7 +79,7 @@ class Catalog:
         """It is loaded, replaced or unloaded now. Returns what was registered."""
         self.errors.pop(name, None)
         known = self.registered.pop(name, None)
-        return None if known is None else Unloaded(Path(known.path), known.digest, known.pinned)
+        return None if known is None else Unloaded.of(known)
 
     def _can_be_folder(self, name: str) -> bool:
         if name in self.hidden or "/" in name or not _NAME.fullmatch(name):

@@ -186,7 +186,9 @@ class Registry:
                 return
             try:
                 folder = await self.catalog.folder_of(found)
-                self._versions[name] = await self._read(name, folder, found)
+                self._versions[name] = await self._read(
+                    name, folder, pinned=found.pinned, digest=found.digest
+                )
             except APIError as error:
                 self.catalog.errors[name] = error.message
                 raise
@@ -225,8 +227,9 @@ class Registry:
         self.catalog.check_name(name, "lora_name")
         async with self._lock(name):
             self._check_untaken(name, load_inplace)
-            wanted = Unloaded(folder, pinned=pinned)
-            version = await self._read(name, folder, wanted, param="lora_path", register=True)
+            version = await self._read(
+                name, folder, pinned=pinned, param="lora_path", register=True
+            )
             old, known = self._versions.get(name), self._forget(name)
             retired = Retired()
             if old is None:
@@ -268,13 +271,14 @@ class Registry:
         self,
         name: str,
         folder: Path,
-        wanted: Unloaded | None = None,
+        *,
+        pinned: bool = False,
+        digest: str | None = None,
         param: str = "model",
         register: bool = False,
     ) -> Version:
+        """`digest`: of a registration, the content that it must have."""
         number = next(self._numbers)
-        pinned = wanted is not None and wanted.pinned
-        digest = None if wanted is None else wanted.digest
         try:
             own = await asyncio.to_thread(read_profile, folder, self.tokenizers)
             loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
@@ -359,9 +363,8 @@ class Registry:
     async def warn_of_missing(self) -> None:
         """Log the registrations that could not be loaded now."""
         for name, known in list(self.catalog.registered.items()):
-            found = Unloaded(Path(known.path), known.digest)
             try:
-                await self.catalog.folder_of(found)
+                await self.catalog.folder_of(Unloaded.of(known))
             except APIError as error:
                 logger.warning("%s, registered at %s: %s", name, known.path, error.message)
 
