@@ -5,6 +5,7 @@ the ranks meet. Settings come on standard input, as in `process.py`, and its end
 that rank 0 is gone.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -40,6 +41,8 @@ from lorakeet.server.engine.run import COLLECTIVE_SECONDS, SETTLE_SECONDS, USER_
 from lorakeet.server.engine.runner import Runner
 
 logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that comes when the parent dies
 
 
 class Channel:
@@ -91,6 +94,8 @@ def _report_read(channel: Channel, adapter_id: int, future: "Future[Adapter]") -
 
 def main() -> None:
     fd, rank, address, model = sys.argv[1:]
+    if sys.platform == "linux":  # also when it hangs, and cannot see the end of its input
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings = Settings.model_validate_json(sys.stdin.buffer.readline())

@@ -37,8 +37,11 @@ from lorakeet.server.engine.step import Step, StepResult
 
 logger = logging.getLogger(__name__)
 
-_LACKS = {"starting": "has not started", "started": "has not joined the others"}
-_LACKS["joined"] = "has not made its part of the model ready"
+_LACKS: dict[Stage, str] = {
+    "starting": "has not started",
+    "started": "has not joined the others",
+    "joined": "has not made its part of the model ready",
+}
 
 
 @dataclass(eq=False)

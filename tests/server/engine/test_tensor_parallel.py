@@ -208,10 +208,13 @@ def test_a_rank_that_dies_while_nothing_runs(model: Path) -> None:
     run(test)
 
 
-def test_a_killed_rank_0_takes_the_others_along(model: Path) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_killed_rank_0_takes_the_others_along(model: Path, hangs: bool) -> None:
     async def test() -> None:
         async with engine_of(model) as engine:
             stream = await running(engine)
+            if hangs:
+                followers(engine)[0].suspend()
             os.kill(engine.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="SIGKILL"):
                 async for _ in stream:
@@ -246,12 +249,12 @@ async def _drain(stream: AsyncIterator[Any]) -> None:
 
 def test_a_rank_that_never_starts(model: Path) -> None:
     async def test() -> None:
-        engine = EngineProcess(cpu_settings(model, tensor_parallel_size=4, start_timeout=8.0))
+        engine = EngineProcess(cpu_settings(model, tensor_parallel_size=4, start_timeout=15.0))
         start = asyncio.create_task(engine.start(model))
         while engine._process is None or len(found := followers(engine)) < 3:
             await asyncio.sleep(0.01)
         found[1].suspend()
-        with pytest.raises(EngineDeadError, match="rank 2 has not started after 8 seconds"):
+        with pytest.raises(EngineDeadError, match="rank 2 has not started after 15 seconds"):
             await start
         psutil.wait_procs(found, timeout=10)
         assert not any(process.is_running() for process in found)
