@@ -63,11 +63,11 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class GroupWeights:
-    """An adapter's weights for one group, all layers; the scale is already in B.
+    """An adapter's weights for one group, those of its L `layers` alone; the scale is already in B.
 
-    The shape of A is (num_layers, slices, rank, input_size), of B (num_layers, rank, output_size):
-    B is rank-major, the slices of one rank side by side. `rank` is the largest true rank in the
-    group; rows past a layer's own rank, and slices that the adapter leaves alone, are zeros.
+    The shape of A is (L, slices, rank, input_size), of B (L, rank, output_size): B is rank-major,
+    the slices of one rank side by side. `rank` is the largest true rank in the group; rows past a
+    layer's own rank, and slices that the adapter leaves alone, are zeros.
 
     `bias` and `magnitude` are (num_layers, output_size), zero where there is none; None: none at
     all. The output is `y (1 + magnitude) + Σ (A x) B + bias`, y being the base layer's, with the
@@ -76,9 +76,14 @@ class GroupWeights:
 
     a: Tensor
     b: Tensor
-    ranks: tuple[int, ...]  # true rank by layer; 0: no rank row
+    ranks: tuple[int, ...]  # true rank by layer of the model; 0: no rank row
     bias: Tensor | None = None
     magnitude: Tensor | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those that have rank rows."""
+        return tuple(layer for layer, rank in enumerate(self.ranks) if rank)
 
 
 @dataclass(frozen=True)

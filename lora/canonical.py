@@ -77,9 +77,10 @@ def pack(
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
         weights = GroupWeights(ranks=plan.ranks, **tensors)
+        places = {layer: place for place, layer in enumerate(weights.layers)}
         for module in plan.modules:
-            factor = vectors.factors.get(module.place)
-            _write(module, factor, plan.spec, weights.a[module.layer], weights.b[module.layer])
+            factor, place = vectors.factors.get(module.place), places[module.layer]
+            _write(module, factor, plan.spec, weights.a[place], weights.b[place])
         _write_vectors(vectors, plan, weights)
         groups[plan.spec.name] = weights
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
@@ -105,7 +106,7 @@ class _Plan:
         self.ranks = tuple(ranks)
         self.rank = max(ranks)
         self.has_bias = any(name in self.names for _, name in vectors.biases)
-        layers, vector = spec.num_layers, (spec.num_layers, spec.output_size)
+        layers, vector = sum(map(bool, ranks)), (spec.num_layers, spec.output_size)
         self.shapes: dict[str, tuple[int, ...]] = {
             "a": (layers, len(spec.slice_names), self.rank, spec.input_size),
             "b": (layers, self.rank, spec.output_size),

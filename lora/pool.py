@@ -158,14 +158,23 @@ class AdapterPool:
     def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
         a, b = self._a[name], self._b[name]
         num_filled = 0 if weights is None else weights.a.shape[2]
-        filled = own.ranks[:num_filled]
-        empty = torch.cat([own.ranks[num_filled:], own.bias, own.magnitude])
+        everywhere = weights is not None and len(weights.layers) == len(b)
+        filled, left = own.ranks[:num_filled], own.ranks[num_filled if everywhere else 0 :]
+        empty = torch.cat([left, own.bias, own.magnitude])
         a.index_fill_(2, empty, 0)
         b.index_fill_(1, empty, 0)
         if weights is None:
             return
-        a.index_copy_(2, filled, self._to_device(weights.a).to(a.dtype))
-        b.index_copy_(1, filled, self._to_device(weights.b).to(b.dtype))
+        new_a = self._to_device(weights.a).to(a.dtype)
+        new_b = self._to_device(weights.b).to(b.dtype)
+        if everywhere:
+            a.index_copy_(2, filled, new_a)
+            b.index_copy_(1, filled, new_b)
+        else:
+            layers = self._to_device(torch.tensor(weights.layers, dtype=torch.int64))
+            slices = torch.arange(a.shape[1], device=a.device)
+            a[layers[:, None, None], slices[:, None], filled] = new_a
+            b[layers[:, None], filled] = new_b
         for row, values in ((own.bias, weights.bias), (own.magnitude, weights.magnitude)):
             if values is not None:
                 b.index_copy_(1, row, self._to_device(values).to(b.dtype).unsqueeze(1))
@@ -229,9 +238,9 @@ def _split_rows(rows: Tensor, adapter: Adapter) -> _OwnRows:
 
 
 def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None:
-    rank = weights.a.shape[2]
-    shape_a = (spec.num_layers, len(spec.slice_sizes), rank, spec.input_size)
-    shape_b = (spec.num_layers, rank, spec.output_size)
+    rank, num_layers = weights.a.shape[2], len(weights.layers)
+    shape_a = (num_layers, len(spec.slice_sizes), rank, spec.input_size)
+    shape_b = (num_layers, rank, spec.output_size)
     if weights.a.shape != shape_a or weights.b.shape != shape_b:
         found = f"{tuple(weights.a.shape)} and {tuple(weights.b.shape)}"
         raise ValueError(f"{spec.name}: shapes {found} are not {shape_a} and {shape_b}")

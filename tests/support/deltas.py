@@ -46,11 +46,16 @@ def deltas(adapter: Adapter, model: Path) -> dict[str, Tensor]:
         if spec.name not in adapter.groups:
             continue
         weights = adapter.groups[spec.name]
-        assert weights.a.shape[:2] == (spec.num_layers, len(spec.slice_names))
+        assert weights.a.shape[:2] == (len(weights.layers), len(spec.slice_names))
         assert len(weights.ranks) == spec.num_layers
+        none = torch.zeros(weights.a.shape[1:]), torch.zeros(weights.b.shape[1:])
         for layer, rank in enumerate(weights.ranks):
-            bs = torch.split(weights.b[layer, :rank], list(spec.slice_sizes), dim=1)
-            for name, a, b in zip(spec.slice_names, weights.a[layer], bs, strict=True):
+            all_a, all_b = none
+            if rank:
+                place = weights.layers.index(layer)
+                all_a, all_b = weights.a[place], weights.b[place]
+            bs = torch.split(all_b[:rank], list(spec.slice_sizes), dim=1)
+            for name, a, b in zip(spec.slice_names, all_a, bs, strict=True):
                 found[_path(spec, layer, name)] = b.T @ a[:rank]
     return found
 

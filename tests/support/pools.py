@@ -41,7 +41,9 @@ def random_adapter(ranks: Ranks, seed: int = 0, dtype: torch.dtype = torch.float
         for layer, own in enumerate(ranks[spec.name]):
             a[layer, :, own:] = 0
             b[layer, own:] = 0
-        groups[spec.name] = GroupWeights(a.to(dtype), b.to(dtype), tuple(ranks[spec.name]))
+        some = [layer for layer, own in enumerate(ranks[spec.name]) if own]
+        a, b = a[some].to(dtype), b[some].to(dtype)
+        groups[spec.name] = GroupWeights(a, b, tuple(ranks[spec.name]))
     largest = max((max(own) for own in ranks.values()), default=0)
     return Adapter(f"digest-{seed}", largest, groups, (), 0)
 
@@ -70,8 +72,8 @@ def with_vectors(
 
 
 def _no_rank(spec: GroupSpec, dtype: torch.dtype) -> GroupWeights:
-    a = torch.zeros(spec.num_layers, len(spec.slice_sizes), 0, spec.input_size, dtype=dtype)
-    b = torch.zeros(spec.num_layers, 0, spec.output_size, dtype=dtype)
+    a = torch.zeros(0, len(spec.slice_sizes), 0, spec.input_size, dtype=dtype)
+    b = torch.zeros(0, 0, spec.output_size, dtype=dtype)
     return GroupWeights(a, b, (0,) * spec.num_layers)
 
 
@@ -152,14 +154,14 @@ def expected_delta(
         weights = adapters[slot].groups.get(spec.name) if slot else None
         if weights is None:
             continue
-        rank = weights.ranks[layer]
-        a = weights.a[layer, :, :rank].double()
-        parts = torch.split(weights.b[layer, :rank].double(), list(spec.slice_sizes), dim=1)
-        for index, (b, out) in enumerate(
-            zip(parts, torch.split(delta[row], list(spec.slice_sizes)), strict=True)
-        ):
-            h = a[0, :, x[row]] if spec.name == "embed_tokens" else a[index] @ x[row].double()
-            out += h @ b
+        if rank := weights.ranks[layer]:
+            place = weights.layers.index(layer)
+            a = weights.a[place, :, :rank].double()
+            parts = torch.split(weights.b[place, :rank].double(), list(spec.slice_sizes), dim=1)
+            outs = torch.split(delta[row], list(spec.slice_sizes))
+            for index, (b, out) in enumerate(zip(parts, outs, strict=True)):
+                h = a[0, :, x[row]] if spec.name == "embed_tokens" else a[index] @ x[row].double()
+                out += h @ b
         if weights.bias is not None:
             delta[row] += weights.bias[layer].double()
         if weights.magnitude is not None and base is not None:
