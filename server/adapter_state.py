@@ -53,22 +53,25 @@ class StateFile:
         except (OSError, msgspec.DecodeError) as error:
             raise FolderError(f"{file} cannot be read: {error}") from None
 
-    async def save(self, state: Callable[[], State]) -> None:
-        """Returns when the present state, or a later one, is on the disk. A failure is logged."""
+    async def save(self, state: Callable[[], State]) -> bool:
+        """Returns when the present state, or a later one, is on the disk; False, and a log line,
+        when it could not be written. True where nothing is kept."""
         if self._folder is None:
-            return
+            return True
         self._changes += 1
         change = self._changes
         async with self._writing:
             if self._written >= change:
-                return
+                return True
             latest = self._changes
             data = msgspec.json.format(msgspec.json.encode(state()))
             try:
                 await asyncio.to_thread(write_atomically, self._folder / FILE_NAME, data)
             except OSError as error:
                 logger.error("registered adapters are not saved: %s", error)
+                return False
             self._written = latest
+            return True
 
     def close(self) -> None:
         if self._lock is not None:

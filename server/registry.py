@@ -329,9 +329,9 @@ class Registry:
                 await locks.enter_async_context(self._lock(name))
             yield
 
-    async def save(self) -> None:
-        """Keep the names and aliases over a restart."""
-        await self._state_file.save(self._state)
+    async def save(self) -> bool:
+        """Keep the names and aliases over a restart; whether they are."""
+        return await self._state_file.save(self._state)
 
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
@@ -350,15 +350,17 @@ class Registry:
         return State(registered, sorted(self.catalog.hidden), self.aliases.all())
 
     def restore(self, state: State) -> None:
-        """Take over the names of an earlier run; adapters of the settings come before them."""
-        given = self._settings.adapters
+        """Take over the names of an earlier run; those of the settings come before them."""
+        given = {*self._settings.adapters, self.base_name}
         self.catalog.registered = {
             name: known for name, known in state.adapters.items() if name not in given
         }
-        self.catalog.hidden = set(state.hidden) - given.keys()
+        self.catalog.hidden = set(state.hidden) - given
         for alias, targets in state.aliases.items():
             if alias not in given:
                 self.aliases.put(alias, targets)
+        for name in sorted((state.adapters.keys() | state.aliases.keys()) & given):
+            logger.warning("the name %r, kept from an earlier run, belongs to another now", name)
 
     async def warn_of_missing(self) -> None:
         """Log the registrations that could not be loaded now."""

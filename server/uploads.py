@@ -97,13 +97,15 @@ class Uploads:
             raise
         return Upload(final, receiver.fields)
 
-    def discard(self, folder: Path, after: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Remove a folder of an upload, in the background; any other is left alone."""
+    def discard(self, folder: Path, after: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Remove a folder of an upload, in the background; any other is left alone.
+
+        It stays, until the next start, when what must come before has failed.
+        """
 
         async def remove() -> None:
-            if after is not None:
-                await after()
-            await asyncio.to_thread(shutil.rmtree, folder, True)
+            if after is None or await after():
+                await asyncio.to_thread(shutil.rmtree, folder, True)
 
         if self.owns(folder) and _FOLDER.fullmatch(folder.name):
             task = asyncio.create_task(remove())

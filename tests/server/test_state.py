@@ -1,6 +1,7 @@
 """What outlives the server: registered adapters, names taken away, aliases, uploads."""
 
 import asyncio
+import errno
 import json
 import logging
 import threading
@@ -125,9 +126,7 @@ def test_the_same_content_again_is_no_change(
         assert load(toy, "x", folder, load_inplace=True).json()["changed"] is False
 
 
-def test_a_missing_folder_is_a_warning(
-    toy_model: Path, root: Path, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_folder_is_a_warning(toy_model: Path, root: Path, kept: dict[str, Any]) -> None:
     folder = root / "deep" / "x"
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", adapter_folder(folder, 3))
@@ -178,6 +177,45 @@ def test_uploads_survive(toy_model: Path, kept: dict[str, Any]) -> None:
         assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
     assert not third.exists()
     assert [path.name for path in store.iterdir() if path.is_dir()] == []
+
+
+def test_an_upload_stays_when_the_state_cannot_be_written(
+    toy_model: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state on the disk still names the old one: a restart must find it."""
+
+    def upload(toy: ToyServer, k: int) -> Path:
+        config = json.dumps({"k": k}).encode()
+        named = {"adapter_config.json": config, "adapter_model.safetensors": b"w"}
+        fields = {"name": "x", "load_inplace": "true"}
+        files = [("f", one) for one in named.items()]
+        return Path(toy.http.post("/v1/adapters", data=fields, files=files).json()["path"])
+
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with toy_server(toy_model, **kept) as toy:
+        first = upload(toy, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter_state, "write_atomically", fail)
+            second = upload(toy, 4)
+            assert shift(toy, "x") == 4
+            time.sleep(0.2)
+            assert first.exists()
+            toy.http.post("/v1/aliases", json={"alias": "other", "targets": [{"adapter": "x"}]})
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+    assert not second.exists()
+
+
+def test_a_name_that_is_the_models_now_is_not_taken_over(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", adapter_folder(root / "deep" / "x", 3))
+    with toy_server(toy_model, **kept, served_model_name="x") as toy:
+        ids = [model["id"] for model in toy.http.get("/v1/models").json()["data"]]
+        assert ids.count("x") == 1
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
