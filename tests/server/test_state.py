@@ -209,7 +209,7 @@ def test_an_upload_stays_when_the_state_cannot_be_written(
 
 
 def test_a_name_that_is_the_models_now_is_not_taken_over(
-    toy_model: Path, root: Path, kept: dict[str, Any]
+    toy_model: Path, root: Path, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", adapter_folder(root / "deep" / "x", 3))
