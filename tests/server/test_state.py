@@ -126,7 +126,9 @@ def test_the_same_content_again_is_no_change(
         assert load(toy, "x", folder, load_inplace=True).json()["changed"] is False
 
 
-def test_a_missing_folder_is_a_warning(toy_model: Path, root: Path, kept: dict[str, Any]) -> None:
+def test_a_missing_folder_is_a_warning(
+    toy_model: Path, root: Path, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     folder = root / "deep" / "x"
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", adapter_folder(folder, 3))
@@ -213,9 +215,13 @@ def test_a_name_that_is_the_models_now_is_not_taken_over(
 ) -> None:
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", adapter_folder(root / "deep" / "x", 3))
-    with toy_server(toy_model, **kept, served_model_name="x") as toy:
+    with (
+        caplog.at_level(logging.WARNING),
+        toy_server(toy_model, **kept, served_model_name="x") as toy,
+    ):
         ids = [model["id"] for model in toy.http.get("/v1/models").json()["data"]]
         assert ids.count("x") == 1
+    assert any("belongs to another" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
