@@ -140,7 +140,7 @@ def _boundary(request: Request) -> bytes:
     _, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if not 0 < len(boundary) <= 256:
-        raise BadRequestError("The multipart body has no boundary")
+        raise BadRequestError("The multipart body has no boundary", code="invalid_body")
     return boundary
 
 
@@ -185,15 +185,17 @@ class _Receiver:
         try:
             self._parser.write(data)
         except MultipartParseError as error:
-            raise BadRequestError(f"The multipart body is damaged: {error}") from None
+            message = f"The multipart body is damaged: {error}"
+            raise BadRequestError(message, code="invalid_body") from None
 
     def finish(self) -> None:
         """All has come: check it, and make it durable."""
         if not self._is_complete:
-            raise BadRequestError("The multipart body ends too early")
+            raise BadRequestError("The multipart body ends too early", code="invalid_body")
         for name in REQUIRED:
             if not (self.folder / name).is_file():
-                raise BadRequestError(f"The file {name} is missing", param=name)
+                message = f"The file {name} is missing"
+                raise BadRequestError(message, param=name, code="missing_file")
         sync_folder(self.folder)
 
     def abandon(self) -> None:
@@ -207,7 +209,8 @@ class _Receiver:
         name.clear()
         value.clear()
         if sum(map(len, self._headers.values())) > MAX_FIELD_BYTES:
-            raise BadRequestError("The multipart body is damaged: a part has too many headers")
+            message = "The multipart body is damaged: a part has too many headers"
+            raise BadRequestError(message, code="invalid_body")
 
     def _begin_part(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
@@ -217,7 +220,8 @@ class _Receiver:
         elif name in FIELDS and name not in self.fields:
             self._field = (name, bytearray())
         else:
-            raise BadRequestError(f"Unknown or repeated field: {name[:100]}", param=name[:100])
+            message = f"Unknown or repeated field: {name[:100]}"
+            raise BadRequestError(message, param=name[:100], code="unknown_field")
 
     def _open(self, filename: str, field_name: str) -> BinaryIO:
         """By the file's own name, or else that of its field."""
@@ -228,7 +232,8 @@ class _Receiver:
         try:
             return (self.folder / name).open("xb")
         except FileExistsError:
-            raise BadRequestError(f"The file {name} was sent twice", param=name) from None
+            message = f"The file {name} was sent twice"
+            raise BadRequestError(message, param=name, code="invalid_value") from None
 
     def _add(self, data: bytes, start: int, end: int) -> None:
         if self._file is not None:
@@ -239,7 +244,8 @@ class _Receiver:
         elif self._field is not None:
             self._field[1].extend(data[start:end])
             if len(self._field[1]) > MAX_FIELD_BYTES:
-                raise BadRequestError(f"{self._field[0]} is too long", param=self._field[0])
+                name = self._field[0]
+                raise BadRequestError(f"{name} is too long", param=name, code="invalid_value")
 
     def _end_part(self) -> None:
         if self._file is not None:

@@ -25,7 +25,7 @@ async def put_alias(request: Request) -> Response:
     names = [target.adapter for target in targets]
     registry.catalog.check_name(body.alias, "alias")
     if len(set(names)) < len(names):
-        raise BadRequestError("A target is named twice", param="targets")
+        raise BadRequestError("A target is named twice", param="targets", code="invalid_value")
     async with registry.hold([body.alias, *names]):
         if body.alias not in registry.aliases and await registry.knows(body.alias):
             message = f"There is an adapter {body.alias!r}"

@@ -217,15 +217,15 @@ def _bad_request(error: ValidationError) -> BadRequestError:
 
 
 def _param(detail: ErrorDetails) -> str:
-    """The field, without the names of a union's types; inside of others `messages.0.content`,
-    and `adapters[0].name`."""
+    """The field, without the names of a union's types; inside of others `messages[0].content`."""
     if detail["loc"] and detail["loc"][0] not in _NESTED:
         return str(detail["loc"][0])
-    parts: list[str] = []
+    path = ""
     for part in detail["loc"]:
-        if isinstance(part, str) and (part in _UNION_BRANCHES or "[" in part):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _UNION_BRANCHES or "[" in part:
             break
-        parts.append(str(part))
-    if parts[:1] == ["adapters"] and len(parts) > 1:
-        return ".".join([f"adapters[{parts[1]}]", *parts[2:]])
-    return ".".join(parts)
+        else:
+            path += f".{part}" if path else part
+    return path
