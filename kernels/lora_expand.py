@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
+from lorakeet.kernels.lora_tiles import find_slice
 from lorakeet.kernels.token_tiles import (
     TOKENS,
     add_expanded,
@@ -60,20 +61,9 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     if (high == 0) & (has_magnitude == 0):
         return
 
-    # columns are counted slice by slice: the first slice, then the equal others
-    block = tl.program_id(1)
-    slice_id = 0
-    slice_start = 0
-    size = first_size
-    if SLICES > 1:
-        first_blocks = tl.cdiv(first_size, columns)
-        if block >= first_blocks:
-            block -= first_blocks
-            other_blocks = tl.cdiv(other_size, columns)
-            slice_id = 1 + block // other_blocks
-            slice_start = first_size + (slice_id - 1) * other_size
-            size = other_size
-            block %= other_blocks
+    slice_id, slice_start, size, block = find_slice(
+        tl.program_id(1), first_size, other_size, columns, SLICES
+    )
     h_slice = h + slice_id * h_slice_stride + tile * span * (BLOCK_M * BLOCK_R)
     near = (own_first < low + BLOCK_R) & (own_last > low)
     h_tile = h_slice + low * BLOCK_M

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.lora_tiles import h_form, precision, shrink_tile, store_h, sum_parts
+from lorakeet.kernels.lora_tiles import (
+    find_slice,
+    h_form,
+    precision,
+    shrink_tile,
+    store_h,
+    sum_parts,
+)
 from lorakeet.kernels.rank_rows import RankRows
 from lorakeet.kernels.tiles import linear_tiles
 
@@ -211,21 +218,10 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         )
         return
 
-    # columns are counted slice by slice: the first slice, then the equal others
-    tile = (program - PROGRAMS) // splits
     split = (program - PROGRAMS) % splits
-    slice_id = 0
-    slice_start = 0
-    size = first_size
-    if SLICES > 1:
-        first_tiles = tl.cdiv(first_size, BLOCK_N)
-        if tile >= first_tiles:
-            tile -= first_tiles
-            other_tiles = tl.cdiv(other_size, BLOCK_N)
-            slice_id = 1 + tile // other_tiles
-            slice_start = first_size + (slice_id - 1) * other_size
-            size = other_size
-            tile %= other_tiles
+    slice_id, slice_start, size, tile = find_slice(
+        (program - PROGRAMS) // splits, first_size, other_size, BLOCK_N, SLICES
+    )
     within = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_slice = within < size
     n = slice_start + within

@@ -92,3 +92,26 @@ def store_h(  # type: ignore[no-untyped-def]
     if PARTS == 2:
         low = (value - high.to(tl.float32)).to(h.dtype.element_ty)
         tl.store(h + h_part_stride + places, low, mask=near[:, None])
+
+
+@triton.jit
+def find_slice(  # type: ignore[no-untyped-def]
+    block, first_size, other_size, columns, SLICES: tl.constexpr
+):
+    """Blocks of columns are counted slice by slice: the first slice, then the equal others.
+
+    Returns a block's slice, where that starts, how large it is, and the block's number in it.
+    """
+    slice_id = 0
+    start = 0
+    size = first_size
+    if SLICES > 1:
+        first_blocks = tl.cdiv(first_size, columns)
+        if block >= first_blocks:
+            block -= first_blocks
+            other_blocks = tl.cdiv(other_size, columns)
+            slice_id = 1 + block // other_blocks
+            start = first_size + (slice_id - 1) * other_size
+            size = other_size
+            block %= other_blocks
+    return slice_id, start, size, block
