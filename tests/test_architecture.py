@@ -1,6 +1,7 @@
 """The folders and what each may import, and that the package lists are complete."""
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -75,3 +76,15 @@ def test_files_stay_readable() -> None:
     for folder in MAY_IMPORT:
         for file in modules(folder):
             assert len(file.read_text().splitlines()) <= 400, f"{file} is too long"
+
+
+def test_the_map_names_every_file() -> None:
+    """Each by itself or by its folder, `folder/` or `folder/*`; and no file that is gone."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:configs|kernels|lora|models|server)/[\w./*]*)`", text))
+    found = {file.relative_to(ROOT).as_posix() for folder in MAY_IMPORT for file in modules(folder)}
+    folders = {name.rstrip("*") for name in named if name.endswith(("/", "/*"))}
+    missing = [name for name in found - named if not name.startswith(tuple(folders))]
+    assert not missing
+    gone = [name for name in named if name.endswith(".py") and name not in found]
+    assert not gone
