@@ -38,6 +38,7 @@ class SamplingRow:
     banned_ids: Sequence[int] = ()  # never chosen: stop tokens, until min_tokens are there
     prompt_ids: Sequence[int] = ()  # read for repetition_penalty only
     output_ids: Sequence[int] = ()  # read for the three penalties only
+    has_pending: bool = False  # one more output token is known to the device alone
     num_logprobs: int | None = None  # alternatives to report; 0: only the chosen token
 
 
@@ -54,7 +55,7 @@ class LogitEdits:
 class SamplingBatch:
     """Parameters of L rows on the device; None where no row uses the feature."""
 
-    repetition: LogitEdits | None  # factors; a pair occurs once
+    repetition: LogitEdits | None  # factors; those of the same pair are equal
     offsets: LogitEdits | None  # penalties, biases, bans: values of the same pair add up
     num_logprobs: int | None  # the most any row wants; None: no row wants any
     temperatures: Tensor | None = None  # (L, 1) float32; None: every row is greedy
@@ -106,9 +107,15 @@ class SamplingColumns:
 
 
 def build(
-    rows: Sequence[SamplingRow], vocab_size: int, device: torch.device | str = "cpu"
+    rows: Sequence[SamplingRow],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+    last_tokens: Tensor | None = None,
 ) -> SamplingBatch:
-    """Collect the rows' parameters. Token ids outside the vocabulary are ignored."""
+    """Collect the rows' parameters. Token ids outside the vocabulary are ignored.
+
+    `last_tokens`: (L,) int64 on the device, read for rows that have a pending token.
+    """
     columns = SamplingColumns(
         seed=np.array([row.seed % 2**64 for row in rows], np.uint64),
         token_index=np.array([row.token_index for row in rows]),
@@ -119,7 +126,8 @@ def build(
     )
     wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     num_logprobs = max(wanted) if wanted else None
-    return build_columns(columns, dict(enumerate(rows)), num_logprobs, vocab_size, device)
+    edited = dict(enumerate(rows))
+    return build_columns(columns, edited, num_logprobs, vocab_size, device, last_tokens)
 
 
 def build_columns(
@@ -128,12 +136,18 @@ def build_columns(
     num_logprobs: int | None,
     vocab_size: int,
     device: torch.device | str = "cpu",
+    last_tokens: Tensor | None = None,
 ) -> SamplingBatch:
     """The same from columns. `edited`: rows, by index, that may have penalties, biases or bans."""
     assert vocab_size <= 2**22
+    repetition = _edits(edited, _repetition, vocab_size, device)
+    penalties = _edits(edited, _penalties, vocab_size, device)
+    if any(row.has_pending for row in edited.values()):
+        assert last_tokens is not None
+        repetition, penalties = _count_pending(edited, repetition, penalties, last_tokens)
     edits = SamplingBatch(
-        repetition=_edits(edited, _repetition, vocab_size, device),
-        offsets=_edits(edited, _offsets, vocab_size, device),
+        repetition=repetition,
+        offsets=_join(penalties, _edits(edited, _biases, vocab_size, device)),
         num_logprobs=num_logprobs,
     )
     greedy = columns.temperature < _GREEDY_BELOW
@@ -179,15 +193,56 @@ def _repetition(row: SamplingRow) -> _Pairs | None:
     return ids, np.full(len(ids), row.repetition_penalty, dtype=np.float32)
 
 
-def _offsets(row: SamplingRow) -> _Pairs | None:
-    ids = [np.array([*row.logit_bias, *row.banned_ids], dtype=np.int64)]
-    values = [np.array([*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)], np.float32)]
-    if row.presence_penalty or row.frequency_penalty:
-        seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
-        ids.append(seen)
-        penalty = row.presence_penalty + row.frequency_penalty * counts
-        values.append(-penalty.astype(np.float32))
-    return np.concatenate(ids), np.concatenate(values)
+def _penalties(row: SamplingRow) -> _Pairs | None:
+    if not (row.presence_penalty or row.frequency_penalty):
+        return None
+    seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
+    penalty = row.presence_penalty + row.frequency_penalty * counts
+    return seen, -penalty.astype(np.float32)
+
+
+def _biases(row: SamplingRow) -> _Pairs | None:
+    ids = np.array([*row.logit_bias, *row.banned_ids], dtype=np.int64)
+    values = [*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)]
+    return ids, np.array(values, np.float32)
+
+
+def _count_pending(
+    edited: Mapping[int, SamplingRow],
+    repetition: LogitEdits | None,
+    penalties: LogitEdits | None,
+    last_tokens: Tensor,
+) -> tuple[LogitEdits | None, LogitEdits | None]:
+    """The penalties with those of tokens whose values only the device knows; never syncs."""
+    pending = {index: row for index, row in edited.items() if row.has_pending}
+    values = [
+        [row.repetition_penalty, row.presence_penalty, row.frequency_penalty]
+        for row in pending.values()
+    ]
+    device = last_tokens.device
+    rows = _to_device(np.array([*pending], np.int64), device)
+    factors, presence, frequency = _to_device(np.array(values, np.float32), device).unbind(1)
+    ids = last_tokens[rows]
+    times_seen = torch.zeros_like(last_tokens)
+    if penalties is not None:
+        same = penalties.ids == last_tokens[penalties.rows]
+        times_seen = times_seen.index_add(0, penalties.rows, same.long())
+    is_new = times_seen[rows] == 0
+    own = -(frequency + presence * is_new)
+    return (
+        _join(repetition, LogitEdits(rows, ids, factors)),
+        _join(penalties, LogitEdits(rows, ids, own)),
+    )
+
+
+def _join(one: LogitEdits | None, other: LogitEdits | None) -> LogitEdits | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return LogitEdits(
+        torch.cat([one.rows, other.rows]),
+        torch.cat([one.ids, other.ids]),
+        torch.cat([one.values, other.values]),
+    )
 
 
 def _edits(

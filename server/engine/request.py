@@ -62,8 +62,8 @@ class Sequence:
 
     @property
     def waits_for_token(self) -> bool:
-        """Its next token cannot be chosen before the last one is known: penalties count it."""
-        return self._has_penalty and self.num_in_flight > 0
+        """Penalties count its tokens: the last one may be known to the device alone, no other."""
+        return self._has_penalty and self.num_in_flight > 1
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -237,7 +237,9 @@ class Runner:
             self.device_rows.set_last_tokens(rows, token_ids)
             self.rows.expect_tokens(sampling_rows)
             return _Outputs()
-        output = sampler.sample(logits, self.sampling.batch(sampling_rows, logits.shape[1]))
+        before = self.device_rows.last_tokens[rows]
+        batch = self.sampling.batch(sampling_rows, logits.shape[1], before)
+        output = sampler.sample(logits, batch)
         self.device_rows.set_last_tokens(rows, self.group.broadcast(output.token_ids))
         together = _Samples(
             rows=sampling_rows,

@@ -65,8 +65,11 @@ class SamplingRows:
         """How many alternatives each row wants reported; -1: not even its own log-probability."""
         return self._num_logprobs[rows]
 
-    def batch(self, rows: Ints, num_columns: int) -> SamplingBatch:
-        """How the next token of each row is chosen, from logits with so many columns."""
+    def batch(self, rows: Ints, num_columns: int, last_tokens: Tensor) -> SamplingBatch:
+        """How the next token of each row is chosen, from logits with so many columns.
+
+        `last_tokens`: (L,) int64 on the device, each row's token sampled last.
+        """
         columns = SamplingColumns(
             seed=self._seeds[rows],
             token_index=self._sequences.num_tokens[rows] - self._num_prompt[rows],
@@ -81,10 +84,10 @@ class SamplingRows:
         }
         wanted = int(self._num_logprobs[rows].max())
         num_logprobs = None if wanted < 0 else wanted
-        return build_columns(columns, edited, num_logprobs, num_columns, self._device)
+        return build_columns(columns, edited, num_logprobs, num_columns, self._device, last_tokens)
 
     def _edited_row(self, row: int) -> SamplingRow:
-        """Penalties, biases and bans. With penalties, all tokens of the row are known."""
+        """Penalties, biases and bans. With penalties, at most the row's last token is in flight."""
         sequence = self._sequences.sequences[row]
         params = sequence.sampling
         num_tokens = int(self._sequences.num_tokens[row])
@@ -95,6 +98,8 @@ class SamplingRows:
             if not params.ignore_eos:
                 banned += sequence.eos_token_ids
         known = self._sequences.token_ids[row, :num_tokens].tolist() if params.has_penalty else []
+        has_pending = bool(known) and known[-1] < 0
+        known = known[:-1] if has_pending else known
         assert min(known, default=0) >= 0, "a token that a penalty counts is still in flight"
         return SamplingRow(
             presence_penalty=params.presence_penalty,
@@ -104,6 +109,7 @@ class SamplingRows:
             banned_ids=banned,
             prompt_ids=known[:num_prompt],
             output_ids=known[num_prompt:],
+            has_pending=has_pending,
         )
 
 

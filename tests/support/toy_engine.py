@@ -139,7 +139,7 @@ class _Known:
     tokens: list[int]
     blocks: list[int]
     num_computed: int
-    sampled_by: Step | None = None  # its last token; None: it came with `new`
+    sampled_by: list[Step] = field(default_factory=list)  # its tokens since it came with `new`
 
 
 class ToyRunner:
@@ -191,7 +191,7 @@ class ToyRunner:
             context = self._compute(chunk, scores)
             if chunk.samples:
                 sampled.append(self._sample(chunk.seq_id, context))
-                self.known[chunk.seq_id].sampled_by = step
+                self.known[chunk.seq_id].sampled_by.append(step)
         return StepResult(tuple(sampled), scores, loaded, load_errors=errors)
 
     def value_in(self, slot: Slot) -> int:
@@ -275,7 +275,8 @@ class ToyRunner:
         asks = known.new.sampling.max_tokens > 0
         assert chunk.samples == (end == len(known.tokens) and asks)
         if chunk.samples and known.new.sampling.has_penalty:
-            assert known.sampled_by not in self._in_flight, "the host does not know the last token"
+            unknown = [step for step in known.sampled_by[:-1] if step in self._in_flight]
+            assert not unknown, "the device knows the last token alone"
         written = set(known.blocks[chunk.start // size :])
         for seq_id, other in self.known.items():
             assert seq_id == chunk.seq_id or not written & set(other.blocks), "a shared block"

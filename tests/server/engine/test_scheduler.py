@@ -665,13 +665,21 @@ def test_what_is_computed_past_a_stop_is_dropped_and_never_shared() -> None:
     finish(engine)
 
 
-def test_penalties_wait_for_their_token_and_all_go_on_together() -> None:
-    engine, _ = engine_with(depth=2)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_penalties_wait_for_all_tokens_but_the_last_and_all_go_on_together(depth: int) -> None:
+    """The last one is on the device. So two steps in flight are never held up."""
+    engine, _ = engine_with(depth=depth)
     for number, penalty in enumerate((0.0, 0.5, 0.0)):
         sampling = replace_sampling(LONG, frequency_penalty=penalty, max_tokens=10)
         engine.add(str(number), sound_prompt(0, 4 + number), sampling=sampling)
-    steps = [step for step in (engine.step() for _ in range(40)) if step.sequences]
-    assert [len(step.sequences) for step in steps] == [3] * 10
+    most, steps = 0, []
+    for _ in range(60):
+        steps.append(engine.step())
+        most = max(most, len(engine.flying))
+    assert [len(step.sequences) for step in steps if step.sequences] == [3] * 10
+    assert most == (2 if depth == 3 else 1)  # counted after the oldest one is applied
+    if depth == 2:
+        assert all(step.sequences for step in steps[:10])
     finish(engine)
 
 
