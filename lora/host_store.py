@@ -244,18 +244,16 @@ class HostStore:
     # --- on a reader thread ---
 
     def _read(self, adapter_id: AdapterId, record: _Record) -> Adapter:
-        """From any of its paths, also those that come meanwhile. Whatever is wrong ends this read
-        and nothing else."""
-        tried: set[Path] = set()
-        error: AdapterError | None = None
-        while (path := self._next_path(adapter_id, record, tried)) is not None:
-            tried.add(path)
-            try:
+        """Whatever is wrong ends this read and nothing else."""
+        *others, last = record.paths
+        for path in others:
+            with contextlib.suppress(AdapterError):
                 return self._read_folder(adapter_id, record, path)
-            except AdapterError as failed:
-                error = failed
-        assert error is not None
-        raise error
+        try:
+            return self._read_folder(adapter_id, record, last)
+        except AdapterError:
+            self._forget_read(adapter_id, record)
+            raise
 
     def _read_folder(self, adapter_id: AdapterId, record: _Record, path: Path) -> Adapter:
         seconds: dict[str, float] = {}
@@ -312,18 +310,11 @@ class HostStore:
             record.future, record.reserved = None, 0
             return shared
 
-    def _next_path(
-        self, adapter_id: AdapterId, record: _Record, tried: Collection[Path]
-    ) -> Path | None:
-        """None ends the read, as a failure: an id that was never loaded is not known any more."""
-        untried = [path for path in record.paths if path not in tried]
-        if not untried and self._replicas is not None:
+    def _forget_read(self, adapter_id: AdapterId, record: _Record) -> None:
+        """After a failure: an id that was never loaded is not known any more."""
+        if self._replicas is not None:
             self._replicas.release(adapter_id)
         with self._lock:
-            for path in record.paths:  # perhaps others by now
-                if path not in tried:
-                    return path
             record.future, record.reserved = None, 0
             if record.num_bytes == 0:
                 self._records.pop(adapter_id, None)
-        return None

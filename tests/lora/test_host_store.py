@@ -1,7 +1,6 @@
 """The host store over real files: background reads, sharing by content, release at any moment."""
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
@@ -292,24 +291,6 @@ def test_what_is_kept_or_pinned_stays(two: HostStore, adapters: list[Path]) -> N
     assert reload is not None
     assert reload.result(TIMEOUT) is two.get(THREE)
     assert two.make_room(set) == [THREE]
-
-
-def test_a_path_that_comes_during_a_read_is_tried(
-    two: HostStore, adapters: list[Path], tmp_path: Path, gate: Gate
-) -> None:
-    """The folder of an upload may go while another name of the same bytes has come."""
-    old = Path(shutil.copytree(adapters[0], tmp_path / "old"))
-    digest = two.get(ONE).digest
-    assert two.make_room(set) == [ONE]
-    assert two.make_room(set, ONE) == [TWO]
-    two.update(ONE, [old], pinned=False)
-    reload = two.reload(ONE)
-    assert reload is not None
-    gate.wait_for_reader()
-    shutil.rmtree(old)
-    two.update(ONE, [adapters[0]], pinned=False)
-    gate.open.set()
-    assert reload.result(TIMEOUT).digest == digest
 
 
 def test_a_reload_is_the_same_content(two: HostStore, adapters: list[Path], tmp_path: Path) -> None:
