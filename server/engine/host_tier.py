@@ -46,6 +46,7 @@ class HostTier:
         self._finished: SimpleQueue[tuple[AdapterId, Future[Adapter]]] = SimpleQueue()
         self._reading: dict[AdapterId, Future[Adapter]] = {}
         self._loaded: set[AdapterId] = set()  # known to the scheduler, not unloaded
+        self._moved: set[AdapterId] = set()  # whose paths have changed during the read
         self._errors: dict[AdapterId, str] = {}  # of the last read, where it failed
 
     @property
@@ -67,6 +68,8 @@ class HostTier:
                 self._scheduler.slots.set_pinned(adapter_id, command.pinned)
                 paths = [Path(path) for path in command.paths]
                 self._host_store.update(adapter_id, paths, command.pinned)
+                if adapter_id in self._reading:
+                    self._moved.add(adapter_id)
             except PoolError as failure:
                 error = str(failure)
         self._send(AdapterUpdated(adapter_id, error))
@@ -156,9 +159,13 @@ class HostTier:
         )
 
     def _finish_reload(self, adapter_id: AdapterId, future: Future[Adapter]) -> list[RequestOutput]:
+        has_moved = adapter_id in self._moved
+        self._moved.discard(adapter_id)
         try:
             future.result()
         except AdapterError as error:
+            if has_moved:  # it is wanted still, and may lie where the read did not look
+                return []
             message = f"the adapter cannot be read again from disk: {error}"
             self._errors[adapter_id] = message
             return self._scheduler.fail_adapter(adapter_id, message)
@@ -189,6 +196,7 @@ class HostTier:
     def _free(self, unloaded: AdapterUnloaded) -> None:
         adapter_id = AdapterId(unloaded.adapter_id)
         self._reading.pop(adapter_id, None)
+        self._moved.discard(adapter_id)
         self._errors.pop(adapter_id, None)
         host_bytes = self._host_store.release(adapter_id)
         self._send(msgspec.structs.replace(unloaded, host_bytes=host_bytes))

@@ -119,6 +119,38 @@ def test_adapters_go_to_disk_and_come_back(model: Path, adapters: list[Path]) ->
     run(test)
 
 
+def test_a_folder_that_comes_during_a_read_is_read_too(
+    model: Path, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One name's folder goes, while another name has brought the same bytes from elsewhere."""
+    old = Path(shutil.copytree(adapters[0], tmp_path / "old"))
+    may_read, is_reading = threading.Event(), threading.Event()
+    may_read.set()
+
+    def read(path: Path, *args: Any, **options: Any) -> Adapter:
+        if path == old:
+            is_reading.set()
+            assert may_read.wait(30)
+        return read_adapter(path, *args, **options)
+
+    monkeypatch.setattr(host_store, "read_adapter", read)
+
+    async def test() -> None:
+        async with engine_of(model, [old, *adapters[1:]], 2.5) as engine:
+            for adapter_id in (4, 5, 6):  # the first is put out, of host memory and of the pool
+                await ask(engine, adapter_id)
+            may_read.clear()
+            is_reading.clear()
+            asked = asyncio.create_task(ask(engine, 1))
+            await asyncio.to_thread(is_reading.wait, 30)
+            shutil.rmtree(old)
+            await engine.update_adapter(1, [str(adapters[0])], False)
+            may_read.set()
+            assert is_right(model, adapters[0], await asked)
+
+    run(test)
+
+
 @pytest.mark.parametrize("num_held", [0.5, 1, 2.5, 100])
 @pytest.mark.parametrize("max_loras", [1, 3])
 def test_all_at_once(model: Path, adapters: list[Path], num_held: float, max_loras: int) -> None:
