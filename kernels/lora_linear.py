@@ -22,11 +22,10 @@ from lorakeet.kernels.lora_tiles import (
     sum_parts,
 )
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.tiles import linear_tiles
+from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
 
 MAX_TOKENS = 128
 MAX_SPLITS = 4
-ROWS_AT_ONCE = 64  # rank rows of a tile
 MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
 _MIN_TOKENS = 32  # of a tile: fewer would be one more kernel to compile, and no faster
 _SHRINK_PROGRAMS = 128
@@ -314,7 +313,7 @@ def lora_linear(
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
     assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
     block_m = max(_MIN_TOKENS, triton.next_power_of_2(num_tokens))
-    tiles = linear_tiles(block_m, output_size, x.itemsize)
+    tiles = linear_tiles(block_m, output_size, x.itemsize, shared_memory_of(x.device))
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
     splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))

@@ -1,6 +1,12 @@
-"""Tile sizes of `lora_linear`, by measurement on an H200. They depend on shapes alone."""
+"""Tile sizes of `lora_linear`, by measurement on an H200; by shapes and device alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from triton.runtime import driver
+
+ROWS_AT_ONCE = 64  # rank rows of a tile
 
 
 @dataclass(frozen=True)
@@ -14,8 +20,36 @@ class LinearTiles:
     expand_stages: int = 3  # tiles of rank rows in flight
 
 
-def linear_tiles(block_m: int, output_size: int, itemsize: int) -> LinearTiles:
-    """By measurement on an H200; two programs of up to 64 tokens fit on a multiprocessor."""
+def linear_tiles(
+    block_m: int, output_size: int, itemsize: int, shared_memory: int | None
+) -> LinearTiles:
+    """Two programs of up to 64 tokens fit on a multiprocessor of an H200. With less
+    `shared_memory`, in bytes for a program, fewer tiles are in flight; None: no limit."""
+    tiles = _measured(block_m, output_size, itemsize)
+    if shared_memory is None:
+        return tiles
+    row = (block_m + tiles.outputs) * tiles.inputs * itemsize
+    shrink_row = (block_m + ROWS_AT_ONCE) * tiles.shrink_inputs * itemsize
+    expand_row = (2 * block_m + tiles.outputs) * ROWS_AT_ONCE * itemsize  # h may be in two parts
+    return replace(
+        tiles,
+        stages=max(1, min(tiles.stages, shared_memory // row)),
+        shrink_stages=max(1, min(tiles.shrink_stages, shared_memory // shrink_row)),
+        expand_stages=max(1, min(tiles.expand_stages, shared_memory // expand_row)),
+    )
+
+
+@lru_cache
+def shared_memory_of(device: torch.device) -> int | None:
+    """Bytes that one program can have; None in Triton's interpreter."""
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = driver.active.utils.get_device_properties(index)  # what a launch is held against
+    return int(properties["max_shared_mem"])
+
+
+def _measured(block_m: int, output_size: int, itemsize: int) -> LinearTiles:
     is_wide = output_size >= 16384
     if itemsize > 2:
         return LinearTiles(64, 32, 3, 4, 32, 3)
