@@ -300,14 +300,15 @@ class Registry:
         )
 
     async def _keep(self, old: Version, new: Version) -> Version:
-        """The name has this content already: only its pin, and where it lies, can change."""
-        kept = replace(old, pinned=new.pinned, is_registered=True)
-        if not self._uploads.owns(new.path):
-            kept = replace(kept, path=new.path)
+        """The name has this content already: only its pin changes, and where it lies. That is the
+        newest place: the old one may be gone."""
+        kept = replace(old, pinned=new.pinned, path=new.path, is_registered=True)
         try:
             await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
         finally:
             self._contents.release(new.adapter_id, new.number)
+        if old.path != new.path:
+            self._discard(old.path)
         return kept
 
     def _forget(self, name: str) -> Unloaded | None:

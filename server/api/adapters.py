@@ -76,15 +76,12 @@ async def _load_upload(server: Server, upload: Upload) -> Loaded:
         name = fields.get("name", fields.get("lora_name"))
         if name is None:
             raise BadRequestError("Missing field: name", param="name", code="missing_field")
-        loaded = await server.registry.load_folder(
+        return await server.registry.load_folder(
             name, upload.folder, _flag(fields, "load_inplace"), _flag(fields, "pinned")
         )
     except BaseException:
         server.uploads.discard(upload.folder)
         raise
-    if loaded.version.path != upload.folder:  # it was there already
-        server.uploads.discard(upload.folder)
-    return loaded
 
 
 def _flag(fields: dict[str, str], name: str) -> bool:

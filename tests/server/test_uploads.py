@@ -96,6 +96,18 @@ def test_a_version_each_step_of_a_training(toy: ToyServer, store: Path) -> None:
     assert Path(again["path"]).is_dir()
 
 
+def test_the_newest_upload_of_the_same_bytes_is_where_they_are_read(
+    toy: ToyServer, store: Path
+) -> None:
+    """The place before may have been spoiled, by whomever it belongs to."""
+    first = Path(upload(toy).json()["path"])
+    second = Path(upload(toy, load_inplace="true").json()["path"])
+    assert second != first
+    assert list(toy.engine.paths.values()) == [[str(second)]]
+    assert settled(store, 1)
+    assert second.is_dir()
+
+
 def test_two_names_of_the_same_upload(toy: ToyServer, store: Path) -> None:
     """The engine may read from the first folder again: it stays as long as anybody needs it."""
     first = Path(upload(toy, "x").json()["path"])
