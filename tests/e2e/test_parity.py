@@ -22,11 +22,10 @@ from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.server.engine.inline import InlineEngine
-from lorakeet.server.engine.loop import STATS_INTERVAL
 from lorakeet.server.engine.messages import AddRequest, EngineStats, SamplingParams
 from lorakeet.server.tokens import Tokenizer
 from support.adapter_kinds import AdapterCase, adapters_of_every_kind
-from support.engines import Collected, cpu_settings
+from support.engines import Collected, cpu_settings, report
 from support.models import KINDS, TOKENIZER_SIZE, VOCAB_SIZE, tiny_model
 from support.parity import ONLY_TEXT, agrees, check, collected
 from support.servers import serve
@@ -87,7 +86,7 @@ async def ask_all(
 
 async def idle_stats(engine: InlineEngine) -> EngineStats:
     """A report from after all work; nothing may be held any more."""
-    await asyncio.sleep(2 * STATS_INTERVAL)
+    await report(engine)
     stats = engine.stats
     assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
     return stats

@@ -1,5 +1,6 @@
 """A real runner and scheduler, driven step by step in the test's own thread."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
+from lorakeet.server.engine.client import Engine
 from lorakeet.server.engine.messages import (
     AddRequest,
     RequestOutput,
@@ -123,3 +125,11 @@ class StepEngine:
                 return self.results
             self.step()
         raise AssertionError("the engine does not come to an end")
+
+
+async def report(engine: Engine) -> None:
+    """Until the engine has said how it is now: its second report, the first may be older."""
+    for _ in range(2):
+        event = asyncio.Event()
+        engine.on_stats(lambda _, event=event: event.set())  # type: ignore[misc]
+        await event.wait()

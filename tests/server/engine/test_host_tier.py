@@ -21,7 +21,7 @@ from lorakeet.models.config import load_config
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import AdapterState, AddRequest, SamplingParams
 from support.adapters import make_adapter, peft_greedy
-from support.engines import Collected, cpu_settings
+from support.engines import Collected, cpu_settings, report
 from support.models import tiny_model
 
 PROMPT = [5, 9, 30, 31, 17]
@@ -88,14 +88,6 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def states(engine: InlineEngine) -> dict[int, AdapterState]:
     return {state.adapter_id: state for state in engine.stats.adapters}
-
-
-async def report(engine: InlineEngine) -> None:
-    """Until the engine has said how it is now."""
-    for _ in range(2):
-        event = asyncio.Event()
-        engine.on_stats(lambda _, event=event: event.set())  # type: ignore[misc]
-        await event.wait()
 
 
 def is_right(model: Path, folder: Path, result: Collected) -> bool:
