@@ -11,11 +11,12 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from lorakeet.lora.peft_vocabulary import (
     split_vocabulary,
     with_vocabulary,
 )
+from lorakeet.lora.tensor_file import TensorFileError, read_tensors
 from lorakeet.lora.vectors import work_out_vectors
 
 SAFETENSORS_NAME = "adapter_model.safetensors"
@@ -99,7 +101,7 @@ def read_files(folder: Path, max_bytes: int) -> tuple[PeftConfig, dict[str, Tens
     _check_folder(folder)
     config = parse_config(_read_file(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
     if os.path.lexists(folder / SAFETENSORS_NAME):
-        tensors = _from_safetensors(_read_file(folder / SAFETENSORS_NAME, max_bytes))
+        tensors = _from_safetensors(folder / SAFETENSORS_NAME, max_bytes)
     elif os.path.lexists(folder / PICKLE_NAME):
         tensors = _from_pickle(_read_file(folder / PICKLE_NAME, max_bytes))
     else:
@@ -144,7 +146,19 @@ def _check_folder(folder: Path) -> None:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file. Never waits for a FIFO, never reads a device."""
+    with _open(path, max_bytes) as (file, size):
+        data = file.read(size)
+        if len(data) != size:
+            raise EOFError
+    return data
+
+
+@contextmanager
+def _open(path: Path, max_bytes: int) -> Iterator[tuple[BufferedReader, int]]:
+    """A regular file, and its size. Never waits for a FIFO, never reads a device.
+
+    EOFError while it is open means that it was cut short.
+    """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
@@ -154,20 +168,19 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
                 raise AdapterError(
                     f"{path.name} is too large: {status.st_size} bytes, the limit is {max_bytes}"
                 )
-            data = file.read(status.st_size)
+            yield file, status.st_size
+    except EOFError:
+        raise AdapterError(f"{path.name} was changed while it was read") from None
     except OSError as error:
         raise AdapterError(f"{path.name} cannot be read: {error.strerror}") from None
-    if len(data) != status.st_size:
-        raise AdapterError(f"{path.name} was changed while it was read")
-    return data
 
 
-def _from_safetensors(data: bytes) -> dict[str, Tensor]:
+def _from_safetensors(path: Path, max_bytes: int) -> dict[str, Tensor]:
     try:
-        tensors: dict[str, Tensor] = safetensors.torch.load(data)
-    except Exception as error:  # the reader raises several kinds, not all of its own
-        raise AdapterError(f"{SAFETENSORS_NAME} is damaged: {_reason(error)}") from None
-    return tensors
+        with _open(path, max_bytes) as (file, size):
+            return read_tensors(file, size)
+    except TensorFileError as error:
+        raise AdapterError(f"{path.name} is damaged: {error}") from None
 
 
 def _from_pickle(data: bytes) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
 """Files that are damaged, hostile or not files at all: a short AdapterError, and soon."""
 
+import contextlib
 import json
 import os
 import pickle
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.lora.peft_files import MAX_CONFIG_BYTES, max_weights_bytes
 from lorakeet.lora.specs import group_specs
+from lorakeet.lora.tensor_file import TensorFileError, read_tensors
 from lorakeet.models.config import load_config
 from support.adapters import make_adapter, tensors_of
 from support.deltas import assert_equals_peft, deltas, read
@@ -82,6 +85,20 @@ def entry(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
         header({"a": entry(0, 8, [2], "X99")}, bytes(8)),
         header({"a": entry(0, 2**62, [2**60])}, bytes(8)),
         header({"a": entry(0, 0, [2**40, 2**40])}),
+        header({"a": entry(0, 0, [0, 2**63])}),
+        header({"a": entry(0, 4, [2**62] * 3 + [1] * 10**5)}, bytes(4)),
+        header({"a": entry(0, 4, [True])}, bytes(4)),
+        header({"a": entry(0, 4, [-1, -1])}, bytes(4)),
+        header({"a": entry(-4, 0, [1])}, bytes(4)),
+        header({"a": entry(0, 4, [1.0])}, bytes(4)),  # type: ignore[list-item]
+        header({"a": entry(4, 8, [1])}, bytes(8)),
+        header({"a": entry(0, 4, [1]), "b": entry(0, 4, [1])}, bytes(4)),
+        header({"a": entry(0, 4, "")}, bytes(4)),  # type: ignore[arg-type]
+        header({"a": entry(0, 4, [1], ["F32"])}, bytes(4)),  # type: ignore[arg-type]
+        header({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
+        header({"a": 5, "b": None}),
+        struct.pack("<Q", 4000) + b"[" * 4000,
+        struct.pack("<Q", 2) + b"[]",
     ],
 )
 def test_damaged_safetensors(folder: Path, model: Path, data: bytes) -> None:
@@ -143,6 +160,38 @@ def test_pickle_cut_anywhere(model: Path, victim: Path, data: st.DataObject) -> 
     finally:
         path.unlink()
         (victim / SAFETENSORS).write_bytes(whole)
+
+
+@pytest.mark.parametrize("end", [0, 7, 8, 9, 100, -1])
+def test_a_file_cut_short_once_its_size_is_known(folder: Path, end: int) -> None:
+    path = folder / SAFETENSORS
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        os.truncate(path, end % size)
+        with pytest.raises((EOFError, TensorFileError)):
+            read_tensors(file, size)
+
+
+def test_a_file_that_is_rewritten_while_it_is_read(folder: Path, model: Path) -> None:
+    path, stop = folder / SAFETENSORS, threading.Event()
+    whole, digest = path.read_bytes(), read(folder, model).digest
+
+    def rewrite() -> None:
+        while not stop.is_set():
+            os.truncate(path, len(whole) // 2)
+            with path.open("r+b") as file:
+                file.write(whole)
+
+    writer = threading.Thread(target=rewrite)
+    writer.start()
+    try:
+        for _ in range(300):
+            with contextlib.suppress(AdapterError):
+                assert read(folder, model).digest == digest
+    finally:
+        stop.set()
+        writer.join()
+    assert read(folder, model).digest == digest
 
 
 # --- the pickle ---
