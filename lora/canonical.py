@@ -140,14 +140,24 @@ def _write(
     """
     rank = module.scaling.rank
     slices, columns = _place(spec, module.name)
-    scaled = _own_outputs(spec, module.name, module.b).T.float() * module.scaling.scale
-    if factor is not None:
-        scaled *= _own_outputs(spec, module.name, factor)
     a[slices, :rank] = module.a if spec.input_cut is None else module.a[:, spec.input_cut.places]
-    b[:rank, columns] = scaled
+    b[:rank, columns] = _scaled(module, factor, spec, b.dtype).T
     for side, written in (("A", a[slices, :rank]), ("B", b[:rank, columns])):
         if not all_finite(written):
             raise AdapterError(f"{module.path}: {side}, scaled, is too large for {a.dtype}")
+
+
+def _scaled(
+    module: LoRAModule, factor: Tensor | None, spec: GroupSpec, dtype: torch.dtype
+) -> Tensor:
+    """B (out, rank), scaled in float32; in `dtype` where that is the file's."""
+    b = _own_outputs(spec, module.name, module.b)
+    if factor is None and b.dtype == dtype:
+        return b * module.scaling.scale  # torch works in float32, and rounds once
+    scaled = b.float() * module.scaling.scale
+    if factor is not None:
+        scaled *= _own_outputs(spec, module.name, factor)[:, None]
+    return scaled
 
 
 def _write_vectors(vectors: Vectors, plan: _Plan, weights: GroupWeights) -> None:

@@ -261,7 +261,8 @@ def _add_tensor(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
 
 def all_finite(tensor: Tensor) -> bool:
     """Of a tensor that is not empty. NaN is its own minimum; many times faster than isfinite."""
-    low, high = tensor.float().aminmax()
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+    low, high = (tensor if is_half else tensor.float()).aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 

@@ -258,15 +258,21 @@ def test_all_weights_lie_in_one_block(tmp_path: Path, model: Path) -> None:
     assert all(a + size <= b for (a, size), (b, _) in pairwise(regions))
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("served", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "stored",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn],
+)
+@pytest.mark.parametrize("alpha", [5, 5e5])  # the second scale is no float16
 def test_scale_is_applied_before_the_one_rounding(
-    tmp_path: Path, model: Path, stored: torch.dtype
+    tmp_path: Path, model: Path, stored: torch.dtype, served: torch.dtype, alpha: float
 ) -> None:
-    folder = make_adapter(tmp_path, model, lora_alpha=5, r=3)
-    edit_tensors(folder, lambda t: {key: tensor.to(stored) for key, tensor in t.items()})
+    folder = make_adapter(tmp_path, model, lora_alpha=alpha, r=3)
+    small = 5 / alpha
+    edit_tensors(folder, lambda t: {key: (tensor * small).to(stored) for key, tensor in t.items()})
     b = tensors_of(folder)["base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"]
-    found = read(folder, model, dtype=torch.bfloat16).groups["o_proj"].b[1]
-    assert torch.equal(found, (b.float() * (5 / 3)).T.bfloat16())
+    found = read(folder, model, dtype=served).groups["o_proj"].b[1]
+    assert torch.equal(found, (b.float() * (alpha / 3)).T.to(served))
 
 
 def test_another_base_model_is_a_warning(
