@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -20,7 +20,7 @@ from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.server.adapter_state import Registration, State, StateFile
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
-from lorakeet.server.aliases import Aliases
+from lorakeet.server.aliases import Aliases, Target
 from lorakeet.server.catalog import Catalog, Unloaded
 from lorakeet.server.contents import Contents, Freed, Use
 from lorakeet.server.engine.client import Engine
@@ -322,25 +322,61 @@ class Registry:
         """The folder of an upload stays until no state on the disk names it: a kill may come."""
         self._uploads.discard(folder, after=self.save)
 
-    @contextlib.asynccontextmanager
-    async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
-        """Meanwhile nothing is loaded or unloaded under these names."""
-        async with contextlib.AsyncExitStack() as locks:
-            for name in sorted(set(names)):
-                await locks.enter_async_context(self._lock(name))
-            yield
-
-    async def save(self) -> bool:
-        """Keep the names and aliases over a restart; whether they are."""
-        return await self._state_file.save(self._state)
-
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()
         return lock
 
+    def _check_untaken(self, name: str, load_inplace: bool) -> None:
+        if name in self.aliases:
+            message = f"There is an alias {name!r}"
+            raise ConflictError(message, param="lora_name", code="name_taken")
+        if not load_inplace and (name in self._versions or name in self.catalog.registered):
+            message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
+            raise BadRequestError(message, param="lora_name", code="adapter_exists")
+
+    # --- aliases ----------------------------------------------------------------------------------
+
+    async def put_alias(self, alias: str, targets: Sequence[Target]) -> None:
+        """Make an alias, or point it elsewhere: requests see all of the change, or nothing.
+
+        Raises BadRequestError (a name that no alias can have, targets that it cannot have),
+        ConflictError (an adapter has the name) and NotFoundError (a target does not exist).
+        """
+        names = [target.adapter for target in targets]
+        self.catalog.check_name(alias, "alias")
+        if len(set(names)) < len(names):
+            raise BadRequestError("A target is named twice", param="targets", code="invalid_value")
+        async with contextlib.AsyncExitStack() as locks:
+            for name in sorted({alias, *names}):  # meanwhile none of them is loaded or unloaded
+                await locks.enter_async_context(self._lock(name))
+            if alias not in self.aliases and await self.knows(alias):
+                message = f"There is an adapter {alias!r}"
+                raise ConflictError(message, param="alias", code="name_taken")
+            for name in names:
+                await self._check_target(name)
+            self.aliases.put(alias, targets)
+        await self.save()
+
+    async def remove_alias(self, alias: str) -> None:
+        """Raises NotFoundError."""
+        self.aliases.remove(alias)
+        await self.save()
+
+    async def _check_target(self, name: str) -> None:
+        if name in self.aliases:
+            message = f"The target {name!r} is an alias itself"
+            raise BadRequestError(message, param="targets", code="alias_of_alias")
+        if name != self.base_name and not await self.knows(name):
+            message = f"The target {name!r} does not exist"
+            raise NotFoundError(message, param="targets", code="adapter_not_found")
+
     # --- what outlives the server -----------------------------------------------------------------
+
+    async def save(self) -> bool:
+        """Keep the names and aliases over a restart; whether they are."""
+        return await self._state_file.save(self._state)
 
     def _state(self) -> State:
         registered = dict(self.catalog.registered)
@@ -370,14 +406,6 @@ class Registry:
                 await self.catalog.folder_of(Unloaded.of(known))
             except APIError as error:
                 logger.warning("%s, registered at %s: %s", name, known.path, error.message)
-
-    def _check_untaken(self, name: str, load_inplace: bool) -> None:
-        if name in self.aliases:
-            message = f"There is an alias {name!r}"
-            raise ConflictError(message, param="lora_name", code="name_taken")
-        if not load_inplace and (name in self._versions or name in self.catalog.registered):
-            message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
-            raise BadRequestError(message, param="lora_name", code="adapter_exists")
 
 
 def _is_same(one: Version, other: Version) -> bool:
