@@ -1,4 +1,4 @@
-"""Adapter names → versions. A version is one load of one folder; requests lease it while they run.
+"""Names → versions of adapters, which requests lease while they run.
 
 A name points to one version at a time. Replacing or unloading takes the version from its name at
 once; the engine is told when its last lease ends, so no request is ever sent for a freed adapter.
@@ -8,23 +8,19 @@ registrations of an earlier run, and aliases, which lead to another name.
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from lorakeet.configs.settings import Settings
-from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.server.adapter_state import Registration, State, StateFile
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.aliases import Aliases, Target
 from lorakeet.server.catalog import Catalog, Unloaded
 from lorakeet.server.contents import Contents, Freed, Use
 from lorakeet.server.engine.client import Engine
-from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import (
     APIError,
     BadRequestError,
@@ -34,28 +30,11 @@ from lorakeet.server.errors import (
 )
 from lorakeet.server.leases import Leases, Retired
 from lorakeet.server.metrics import Metrics
-from lorakeet.server.profiles import Profile, read_profile
-from lorakeet.server.text_config import TextConfigError
+from lorakeet.server.profiles import Profile
 from lorakeet.server.uploads import Uploads
+from lorakeet.server.versions import Version, VersionReader
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Version:
-    number: int  # never used again
-    name: str
-    path: Path
-    pinned: bool
-    loaded: AdapterLoaded
-    profile: Profile  # already laid over the base model's
-    created: int  # Unix time
-    is_registered: bool  # by a client: it outlives the server if there is a state-dir
-
-    @property
-    def adapter_id(self) -> int:
-        """What the engine calls it; versions of equal content have the same."""
-        return self.loaded.adapter_id
 
 
 @dataclass(frozen=True)
@@ -66,8 +45,7 @@ class Loaded:
 
 
 class Registry:
-    base: Profile  # set once the model is loaded, as are the tokenizers
-    tokenizers: AdapterTokenizers
+    _reader: VersionReader  # set once the model is loaded
 
     def __init__(
         self,
@@ -86,11 +64,14 @@ class Registry:
         self._uploads = uploads
         self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
         self._contents = Contents(engine, self._discard)
-        self._numbers = itertools.count(1)
         self._versions: dict[str, Version] = {}
         self._leases = Leases(self._contents)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lazy_loads: dict[str, asyncio.Task[None]] = {}
+
+    def use_model(self, base: Profile, tokenizers: AdapterTokenizers) -> None:
+        """The model is loaded: adapters can be."""
+        self._reader = VersionReader(self._contents, self._metrics, base, tokenizers)
 
     # --- names ------------------------------------------------------------------------------------
 
@@ -170,6 +151,13 @@ class Registry:
         with self._leases.hold(version):
             yield version
 
+    async def profile(self, version: Version) -> Profile:
+        """How requests of a version that is held are read and written. Raises BadRequestError."""
+        newest = self._versions.get(version.name)
+        if newest is not None and newest.number == version.number:
+            version = newest  # the same, but perhaps it lies elsewhere by now
+        return await self._reader.profile(version)
+
     async def _load_lazily(self, name: str) -> None:
         """All that wait for a name share one load, which goes on when a waiter is gone."""
         task = self._lazy_loads.get(name)
@@ -186,7 +174,7 @@ class Registry:
                 return
             try:
                 folder = await self.catalog.folder_of(found)
-                self._versions[name] = await self._read(
+                self._versions[name] = await self._reader.read(
                     name, folder, pinned=found.pinned, digest=found.digest
                 )
             except APIError as error:
@@ -202,7 +190,10 @@ class Registry:
         for name in adapters:
             self.catalog.check_name(name, "adapters")
         versions = await asyncio.gather(
-            *(self._read(name, path.resolve(), param=name) for name, path in adapters.items())
+            *(
+                self._reader.read(name, path.resolve(), param=name)
+                for name, path in adapters.items()
+            )
         )
         self._versions.update(zip(adapters, versions, strict=True))
 
@@ -227,14 +218,14 @@ class Registry:
         self.catalog.check_name(name, "lora_name")
         async with self._lock(name):
             self._check_untaken(name, load_inplace)
-            version = await self._read(
+            version = await self._reader.read(
                 name, folder, pinned=pinned, param="lora_path", register=True
             )
             old, known = self._versions.get(name), self._forget(name)
             retired = Retired()
             if old is None:
                 changed = known is None or known.digest != version.loaded.digest
-            elif changed := not _is_same(old, version):
+            elif changed := not old.is_same(version):
                 retired = self._leases.retire(old)
             else:
                 version = await self._keep(old, version)
@@ -266,38 +257,6 @@ class Registry:
                 retired = self._leases.retire(version)
         await self.save()
         return await self._leases.freed(retired)
-
-    async def _read(
-        self,
-        name: str,
-        folder: Path,
-        *,
-        pinned: bool = False,
-        digest: str | None = None,
-        param: str = "model",
-        register: bool = False,
-    ) -> Version:
-        """`digest`: of a registration, the content that it must have."""
-        number = next(self._numbers)
-        try:
-            own = await asyncio.to_thread(read_profile, folder, self.tokenizers)
-            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
-        except AdapterNotFoundError as error:
-            raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
-        except (AdapterError, TextConfigError) as error:
-            message = f"The adapter {name!r} cannot be loaded: {error}"
-            raise BadRequestError(message, param=param, code="invalid_adapter") from None
-        self._metrics.adapter_loaded(name, loaded.seconds)
-        return Version(
-            number,
-            name,
-            folder,
-            pinned,
-            loaded,
-            own.over(self.base, loaded.vocab_size),
-            int(time.time()),
-            is_registered=register or digest is not None,
-        )
 
     async def _keep(self, old: Version, new: Version) -> Version:
         """The name has this content already: only its pin changes, and where it lies. That is the
@@ -406,7 +365,3 @@ class Registry:
                 await self.catalog.folder_of(Unloaded.of(known))
             except APIError as error:
                 logger.warning("%s, registered at %s: %s", name, known.path, error.message)
-
-
-def _is_same(one: Version, other: Version) -> bool:
-    return one.loaded.digest == other.loaded.digest and one.profile == other.profile
