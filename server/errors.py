@@ -12,7 +12,8 @@ APIError
   ├ InternalError              500
   │   └ GenerationError
   ├ UnavailableError           503
-  └ RequestTimeoutError        504
+  ├ RequestTimeoutError        504
+  └ InsufficientStorageError   507
 """
 
 from http import HTTPStatus
@@ -127,3 +128,8 @@ class RequestTimeoutError(APIError):
     status = HTTPStatus.GATEWAY_TIMEOUT
     type = "timeout_error"
     default_code = "request_timeout"
+
+
+class InsufficientStorageError(APIError):
+    status = HTTPStatus.INSUFFICIENT_STORAGE
+    default_code = "insufficient_storage"

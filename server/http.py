@@ -6,8 +6,9 @@ client that has gone refuses it. So, while there is no answer to send yet, an in
 `100 Continue` (which clients must skip, RFC 9110 section 15.2) is sent now and then.
 
 A client has `RECEIVE_SECONDS` to send a whole request (more, as long as it sends at least
-`RECEIVE_RATE`: uploads of adapters are large), and is cut off when it has taken nothing of
-its answer for `STALL_SECONDS`: else a few thousand of them would hold every file descriptor.
+`RECEIVE_RATE` and has no answer yet: uploads of adapters are large), and is cut off when it has
+taken nothing of its answer for `STALL_SECONDS`: else a few thousand of them would hold every file
+descriptor.
 """
 
 import asyncio
@@ -89,7 +90,8 @@ class HTTPProtocol(H11Protocol):
 
     def _receive_timeout(self) -> None:
         more = self._received / RECEIVE_RATE
-        if more >= 1:  # it has earned so many seconds by what it sent
+        answered = self.conn.our_state is h11.DONE  # nobody wants the rest
+        if more >= 1 and not answered:  # it has earned so many seconds by what it sent
             self._received = 0
             self._receiving = self.loop.call_later(more, self._receive_timeout)
             return

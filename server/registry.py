@@ -36,6 +36,8 @@ from lorakeet.server.versions import Version, VersionReader
 
 logger = logging.getLogger(__name__)
 
+MAX_ADAPTERS = 100_000  # that clients can add to
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -205,8 +207,7 @@ class Registry:
         Raises what `load_folder` raises, ForbiddenError (outside the allowed roots, whether or not
         it exists) and NotFoundError.
         """
-        self.catalog.check_name(name, "lora_name")
-        self._check_untaken(name, load_inplace)
+        self._check_name(name, load_inplace)
         folder = await self.catalog.allowed(path)
         return await self.load_folder(name, folder, load_inplace, pinned)
 
@@ -215,9 +216,9 @@ class Registry:
     ) -> Loaded:
         """Raises BadRequestError (the name is taken or not allowed, the adapter is bad) and
         ConflictError (the name is an alias)."""
-        self.catalog.check_name(name, "lora_name")
+        self._check_name(name, load_inplace)
         async with self._lock(name):
-            self._check_untaken(name, load_inplace)
+            self._check_name(name, load_inplace)
             version = await self._reader.read(
                 name, folder, pinned=pinned, param="lora_path", register=True
             )
@@ -287,11 +288,18 @@ class Registry:
             lock = self._locks[name] = asyncio.Lock()
         return lock
 
-    def _check_untaken(self, name: str, load_inplace: bool) -> None:
+    def _check_name(self, name: str, load_inplace: bool) -> None:
+        """Whether something may be loaded under it."""
+        self.catalog.check_name(name, "lora_name")
         if name in self.aliases:
             message = f"There is an alias {name!r}"
             raise ConflictError(message, param="lora_name", code="name_taken")
-        if not load_inplace and (name in self._versions or name in self.catalog.registered):
+        registered = self.catalog.registered
+        is_known = name in self._versions or name in registered
+        if not is_known and len(self._versions) + len(registered) >= MAX_ADAPTERS:
+            message = f"There are {MAX_ADAPTERS} adapters: unload some before you add others"
+            raise BadRequestError(message, param="lora_name", code="too_many_adapters")
+        if is_known and not load_inplace:
             message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
             raise BadRequestError(message, param="lora_name", code="adapter_exists")
 

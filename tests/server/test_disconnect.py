@@ -1,6 +1,7 @@
 """Clients that go, half-close or are too many: over raw sockets, until everything is free again."""
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
@@ -153,6 +154,22 @@ def test_a_request_that_never_comes_whole(
         data = read_all(connection)
     assert data.count(b"HTTP/1.1 408") == 1
     assert b'"code":"request_timeout"' in data
+    toy.wait_idle()
+
+
+def test_what_nobody_wants_is_not_received_for_ever(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that goes on, fast enough for an upload, after it was refused."""
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", toy.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: text/plain\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):  # it ends so
+            while True:
+                connection.sendall(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
     toy.wait_idle()
 
 
