@@ -63,6 +63,9 @@ class Settings(BaseModel):
     start_timeout: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds in which the processes of a model that is cut must be ready"
     )
+    step_timeout: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="Seconds without a sign of the engine after which the server ends"
+    )
 
     max_model_len: Count | None = Field(
         None, description="Longest prompt and answer, in tokens (default: the model's)"

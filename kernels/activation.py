@@ -9,12 +9,12 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.partial import load_sum, parts_of
 from lorakeet.kernels.token_tiles import (
-    TOKENS,
     add_expanded,
     columns_at_once,
     delta_args,
     expand,
     load_h,
+    num_tiles,
     read_tile,
     scale_base,
 )
@@ -158,7 +158,7 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
         return out
     assert parts.num_parts == 1
     columns = columns_at_once(delta.rank_rows, size, _DELTA_BLOCK)
-    _expand_silu_mul_kernel[triton.cdiv(parts.num_rows, TOKENS), triton.cdiv(size, columns)](
+    _expand_silu_mul_kernel[num_tiles(delta.rank_rows), triton.cdiv(size, columns)](
         gate_up,
         out,
         parts.row_stride,

@@ -10,12 +10,12 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import find_slice
 from lorakeet.kernels.token_tiles import (
-    TOKENS,
     add_expanded,
     columns_at_once,
     delta_args,
     expand,
     load_h,
+    num_tiles,
     read_tile,
     scale_base,
 )
@@ -120,7 +120,7 @@ def sgemm_lora_b(y: Tensor, delta: Delta, slice_sizes: Sequence[int]) -> None:
     assert y.stride(1) == 1
     columns = columns_at_once(delta.rank_rows, y.shape[1], _BLOCK)
     blocks = triton.cdiv(first_size, columns) + others * triton.cdiv(other_size, columns)
-    _expand_kernel[triton.cdiv(len(y), TOKENS), blocks](
+    _expand_kernel[num_tiles(delta.rank_rows), blocks](
         y,
         y.stride(0),
         first_size,

@@ -8,12 +8,20 @@ from torch import Tensor
 
 from lorakeet.kernels.lora_tiles import shrink_tile, store_h, sum_parts
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.token_tiles import ROWS, TOKENS, empty_h, num_pairs, read_tile, span
+from lorakeet.kernels.token_tiles import (
+    ROWS,
+    empty_h,
+    num_pairs,
+    num_tiles,
+    read_tile,
+    row_programs,
+    span,
+    tile_tokens,
+)
 
 _INPUTS = 128
 _PROGRAMS = 264  # what fills a GPU
 _MIN_SPLIT = 512  # inputs that are worth a program
-_FEW_TOKENS = 512
 
 
 # sizes that change from step to step must not compile anew
@@ -104,16 +112,14 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
     assert len(counters) >= num_pairs(rank_rows) * len(a)
     num_tokens, input_size = x.shape
     num_slices, pairs = a.shape[0], num_pairs(rank_rows)
-    token_tiles = triton.cdiv(num_tokens, TOKENS)
+    token_tiles, tokens = num_tiles(rank_rows), tile_tokens(rank_rows)
     h = empty_h(a, rank_rows)
     splits = max(1, _PROGRAMS // (token_tiles * num_slices))
     split_size = max(_MIN_SPLIT, triton.cdiv(triton.cdiv(input_size, splits), _INPUTS) * _INPUTS)
     splits = triton.cdiv(input_size, split_size)
     num_sums = pairs * num_slices * splits
-    sums = torch.empty((num_sums, TOKENS, ROWS), dtype=torch.float32, device=x.device)
-    # few tokens, as in decode, are of many adapters
-    row_programs = 4 if num_tokens <= _FEW_TOKENS else 1
-    _shrink_kernel[token_tiles, num_slices, splits * row_programs](
+    sums = torch.empty((num_sums, tokens, ROWS), dtype=torch.float32, device=x.device)
+    _shrink_kernel[token_tiles, num_slices, splits * row_programs(rank_rows)](
         x,
         a,
         h,
@@ -137,12 +143,12 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
         h.stride(0),
         h.stride(1),
         PARTS=h.shape[0],
-        BLOCK_M=TOKENS,
+        BLOCK_M=tokens,
         BLOCK_R=ROWS,
         BLOCK_K=_INPUTS,
         EVEN_K=input_size % _INPUTS == 0,
         STAGES=4,
-        ROW_PROGRAMS=row_programs,
+        ROW_PROGRAMS=row_programs(rank_rows),
         num_warps=4,
     )
     return h

@@ -16,10 +16,26 @@ from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import h_form, precision
 from lorakeet.kernels.rank_rows import RankRows
 
-TOKENS = 64  # of a tile
 ROWS = 32  # rank rows of a tile
+_FEW_TOKENS = 512  # in a pass, as in decode, where each may have another adapter
 _PROGRAMS = 512  # what fills a GPU
 _MOST_BLOCKS = 16
+
+
+def tile_tokens(rank_rows: RankRows) -> int:
+    """Tokens of a tile. With few in a pass, small tiles: a large one would work through the rows of
+    many adapters, one after the other, while most of a GPU has nothing to do."""
+    return 16 if len(rank_rows.order) <= _FEW_TOKENS else 64
+
+
+def row_programs(rank_rows: RankRows) -> int:
+    """Programs of a shrink that share the rank rows which a tile of tokens meets."""
+    return 4 if len(rank_rows.order) <= _FEW_TOKENS else 1
+
+
+def num_tiles(rank_rows: RankRows) -> int:
+    """Of tokens."""
+    return int(triton.cdiv(len(rank_rows.order), tile_tokens(rank_rows)))
 
 
 def span(rank_rows: RankRows) -> int:
@@ -29,21 +45,20 @@ def span(rank_rows: RankRows) -> int:
 
 def num_pairs(rank_rows: RankRows) -> int:
     """Slots come in order, so tiles share rows with their neighbours alone."""
-    token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
-    return int(triton.cdiv(len(rank_rows.rows), ROWS) + span(rank_rows) * token_tiles)
+    rank_row_tiles = triton.cdiv(len(rank_rows.rows), ROWS)
+    return int(rank_row_tiles + span(rank_rows) * num_tiles(rank_rows))
 
 
 def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
     """Outputs of a program, in whole blocks: several, as long as the programs fill a GPU."""
-    token_tiles = triton.cdiv(len(rank_rows.order), TOKENS)
-    blocks = token_tiles * triton.cdiv(size, block) // _PROGRAMS
+    blocks = num_tiles(rank_rows) * triton.cdiv(size, block) // _PROGRAMS
     return block * max(1, min(_MOST_BLOCKS, int(blocks)))
 
 
 def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:
     """Room for the h of a: (slices, rows, in)."""
     parts, dtype = h_form(a.dtype)
-    shape = (parts, a.shape[0], num_pairs(rank_rows), TOKENS, ROWS)
+    shape = (parts, a.shape[0], num_pairs(rank_rows), tile_tokens(rank_rows), ROWS)
     return torch.empty(shape, dtype=dtype, device=a.device)
 
 
@@ -68,7 +83,7 @@ def delta_args(delta: Delta) -> dict[str, Any]:
         "SLICES": num_slices,
         "PARTS": parts,
         "PRECISION": precision(delta.b.dtype),
-        "BLOCK_M": TOKENS,
+        "BLOCK_M": tile_tokens(rank_rows),
         "BLOCK_R": ROWS,
     }
 

@@ -9,14 +9,13 @@ the list: its A is zero and its offset 1, so that B is what is added. DoRA's mag
 row too, `magnitude_rows[slot]`, outside the list: y_base is first multiplied by 1 + B of that row.
 
 Order of streams on CUDA. The caller's current stream, on which the model runs, only reads the pool.
-Everything that changes it runs on the pool's own copy stream, in call order, and each change first
-waits for the passes launched before it: an earlier tenant's last pass still reads its old rows.
+Everything that changes it runs on the pool's own copy stream, in call order. A copy waits for those
+passes, launched before it, that read its rows for an earlier tenant, and for no others.
 A pass may use a slot once `PoolWrite.done()` has been true, or after `PoolWrite.wait()`; passes on
 other slots run on beside the copy, since they read other rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
+from lorakeet.lora.row_readers import RowReaders
 from lorakeet.lora.row_tables import RowTables
+from lorakeet.lora.streams import SideStream
 from lorakeet.lora.vocabulary import VocabularyStore
 
 
@@ -99,7 +100,8 @@ class AdapterPool:
         self.vocabularies = VocabularyStore(dtype, self.device)
         numbers = np.cumsum([0, *(spec.num_layers for spec in self.specs.values())]).tolist()
         self._first_numbers = dict(zip(self.specs, numbers, strict=False))
-        self._copy_stream = _new_stream(self.device)
+        self._copies = SideStream(self.device)
+        self._readers = RowReaders[torch.cuda.Event](num_slots, num_rows)
 
     def layer(self, group: str, index: int) -> LayerWeights:
         """Views of layer `index` of a group."""
@@ -129,15 +131,16 @@ class AdapterPool:
         """
         self._check(slot, rows, adapter)
         self.clear(slot)
-        with self._changes():
+        self._copies.wait(self._readers.of(rows))
+        with self._copies.use():
             row_ids = self._to_device(torch.tensor(rows, dtype=torch.int64))
             own = _split_rows(row_ids, adapter)
             for name in self.specs:
                 self._write_group(name, own, adapter.groups.get(name))
             self.tables.set(slot, rows, adapter)
             self.vocabularies.write(slot, adapter.vocabulary)
-            event = self._copy_stream.record_event() if self._copy_stream else None
-        return PoolWrite(adapter, event)
+        self._readers.set_slot(slot, rows)
+        return PoolWrite(adapter, self._copies.record())
 
     @torch.inference_mode()
     def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
@@ -153,6 +156,8 @@ class AdapterPool:
             raise ValueError(f"a blend of {num_rows} rows, limit {self.tables.width}")
         self.clear(slot)
         self.tables.blend(slot, parts)
+        rows = [row for part_slot, _, _ in parts for row in self._readers.rows_of(part_slot)]
+        self._readers.set_slot(slot, rows)
         return PoolWrite(None, None)
 
     def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
@@ -187,18 +192,21 @@ class AdapterPool:
         """
         self._check_slot(slot)
         self.tables.clear(slot)
-        with self._changes():
+        self._readers.set_slot(slot, [])
+        self.clear_vocabulary(slot)
+
+    def clear_vocabulary(self, slot: Slot) -> None:
+        """Free what the slot holds beside its rows: it is not to be used again before a write."""
+        if self.vocabularies.has(slot):
+            self._copies.wait_for_current()  # a pass may read it, and the next copy get its memory
             self.vocabularies.clear(slot)
 
-    @contextmanager
-    def _changes(self) -> Iterator[None]:
-        """Run on the copy stream, after the passes launched so far."""
-        if self._copy_stream is None:
-            yield
-            return
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._copy_stream):
-            yield
+    def launched(self, slots: NDArray[np.int32]) -> None:
+        """A pass of tokens in these slots was launched on the current stream: their rows change
+        after it."""
+        if self.device.type == "cuda":
+            event = torch.cuda.current_stream(self.device).record_event()
+            self._readers.launched(event, slots.tolist())
 
     def _to_device(self, values: Tensor) -> Tensor:
         return values.to(self.device, non_blocking=True)
@@ -249,9 +257,3 @@ def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None
             raise ValueError(f"{spec.name}: the shape of a vector is {tuple(values.shape)}")
     if rank > max_rank or len(weights.ranks) != spec.num_layers or max(weights.ranks) > rank:
         raise ValueError(f"{spec.name}: ranks {weights.ranks} in {rank} rows of {max_rank}")
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """LoRA on CUDA.
 
 Few rows, as in decode: one kernel for a linear layer with its LoRA. Many, as in prefill: the
-base product, and two kernels that work on tiles of tokens.
+base product with the shrink beside it, then the expand, both in tiles of tokens.
 """
 
 import torch
@@ -14,6 +14,7 @@ from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
+from lorakeet.lora.streams import SideStream
 from lorakeet.models.parallel import ParallelLinear
 
 _COUNTERS = 2**16  # more than any pass has tiles
@@ -24,6 +25,7 @@ class TritonBackend:
 
     def __init__(self, device: torch.device | str) -> None:
         self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        self._shrinks = SideStream(self._counters.device)
 
     def linear(
         self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
@@ -32,8 +34,8 @@ class TritonBackend:
             return layer.product(x)
         if len(x) <= MAX_TOKENS:
             return self._small_linear(layer, x, weights, batch)
-        y = layer.product(x)
-        self.add_linear(y, x, weights, batch)
+        y, delta = self._product_and_delta(layer, x, weights, batch)
+        sgemm_lora_b(y, delta, weights.slice_sizes)
         return y
 
     def linear_and_delta(
@@ -43,7 +45,7 @@ class TritonBackend:
             return layer.product(x), None
         if len(x) <= MAX_TOKENS:
             return self._small_linear(layer, x, weights, batch), None
-        return layer.product(x), self._delta(x, weights, batch)
+        return self._product_and_delta(layer, x, weights, batch)
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
         if weights.group in batch.rank_rows:
@@ -70,6 +72,16 @@ class TritonBackend:
             batch.arrivals[weights.number :],
             self._counters,
         )
+
+    def _product_and_delta(
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+    ) -> tuple[Tensor, Delta]:
+        self._shrinks.wait_for_current()
+        with self._shrinks.use():
+            delta = self._delta(x, weights, batch)
+        y = layer.product(x)
+        self._shrinks.hold_current()
+        return y, delta
 
     def _delta(self, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> Delta:
         rank_rows = batch.rank_rows[weights.group]

@@ -77,6 +77,9 @@ class VocabularyStore:
         if vocabulary is not None:
             self._by_slot[slot] = _map(vocabulary, self._to_device)
 
+    def has(self, slot: Slot) -> bool:
+        return slot in self._by_slot
+
     def clear(self, slot: Slot) -> None:
         self._by_slot.pop(slot, None)
 

@@ -81,6 +81,7 @@ def serve(
     dtype: Annotated[str | None, _setting("dtype", metavar="auto|float32|bfloat16|float16")] = None,
     tensor_parallel_size: Annotated[int | None, _setting("tensor_parallel_size")] = None,
     start_timeout: Annotated[float | None, _setting("start_timeout")] = None,
+    step_timeout: Annotated[float | None, _setting("step_timeout")] = None,
     max_model_len: Annotated[int | None, _setting("max_model_len")] = None,
     max_num_seqs: Annotated[int | None, _setting("max_num_seqs")] = None,
     max_num_batched_tokens: Annotated[int | None, _setting("max_num_batched_tokens")] = None,

@@ -37,7 +37,7 @@ from lorakeet.server.engine.rank_messages import (
     Report,
     SlotsFilled,
 )
-from lorakeet.server.engine.run import COLLECTIVE_SECONDS, SETTLE_SECONDS, USER_ERRORS
+from lorakeet.server.engine.run import SETTLE_SECONDS, USER_ERRORS
 from lorakeet.server.engine.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def follow(settings: Settings, rank: int, address: str, model: Path, channel: Ch
     """Do as rank 0 does, until it is gone (EOFError)."""
     channel.report(Progress("started"))
     device, size = choose_device(settings, rank), settings.tensor_parallel_size
-    group = join(rank, size, address, device, settings.start_timeout + COLLECTIVE_SECONDS)
+    group = join(rank, size, address, device, settings.start_timeout + settings.step_timeout)
     channel.report(Progress("joined"))
     runner = Runner(settings, model, group)
     channel.report(Progress("ready"))

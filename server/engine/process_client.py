@@ -101,7 +101,7 @@ class EngineProcess(EngineBase):
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Deliver events until the process ends, and those that it sent before its end."""
-        reader = asyncio.create_task(self._read_events())
+        reader = asyncio.create_task(self._read_events(process))
         code = await process.wait()
         reader.cancel()
         await asyncio.wait([reader])
@@ -109,9 +109,20 @@ class EngineProcess(EngineBase):
             self._receive(self._decoder.decode(await self._events.recv()))
         self._die(describe_exit("engine process", code))
 
-    async def _read_events(self) -> None:
+    async def _read_events(self, process: asyncio.subprocess.Process) -> None:
+        """An engine that has started reports several times a second, between its steps."""
+        limit = self.settings.step_timeout
         while True:
-            self._receive(self._decoder.decode(await self._events.recv()))
+            try:
+                async with asyncio.timeout(limit if self._ready.is_set() else None):
+                    event = await self._events.recv()
+            except TimeoutError:
+                if not await self._events.poll(timeout=0):  # else it was this process that slept
+                    self._die(f"the engine has given no sign for {limit:g} seconds (step_timeout)")
+                    process.kill()
+                    return
+            else:
+                self._receive(self._decoder.decode(event))
 
 
 def describe_exit(process: str, code: int) -> str:

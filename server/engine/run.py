@@ -27,8 +27,6 @@ USER_ERRORS = (SettingsError, UnsupportedModelError, WeightsError, ProcessGroupE
 
 # An error of one rank may come of another's death, which is told, and ends all, in this time.
 SETTLE_SECONDS = 1.0
-# A rank that has not come to a collective after this time, and `start_timeout`, never will.
-COLLECTIVE_SECONDS = 600.0
 
 
 def run_engine(
@@ -88,7 +86,7 @@ def _other_ranks(
 def _make_runner(settings: Settings, model_folder: Path, followers: Followers | None) -> Runner:
     if followers is None:
         return Runner(settings, model_folder)
-    size, timeout = settings.tensor_parallel_size, settings.start_timeout + COLLECTIVE_SECONDS
+    size, timeout = settings.tensor_parallel_size, settings.start_timeout + settings.step_timeout
     group = join(0, size, followers.address, choose_device(settings, 0), timeout)
     runner = Runner(settings, model_folder, group, followers)
     followers.wait_ready()

@@ -5,9 +5,8 @@ the next step's input, and reach the host by a small copy that the step's result
 """
 
 import logging
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,53 +48,20 @@ from lorakeet.server.engine.device_batch import (
 from lorakeet.server.engine.devices import choose_device
 from lorakeet.server.engine.graphs import DecodeGraphs
 from lorakeet.server.engine.inputs import Ints, SequenceRows, StepArrays
-from lorakeet.server.engine.sampling import (
-    NOT_FINITE,
-    SamplingRows,
+from lorakeet.server.engine.outputs import (
+    PassOutputs,
+    Samples,
+    Scores,
     join_samples,
     join_scores,
-    read_samples,
-    read_scores,
 )
+from lorakeet.server.engine.sampling import SamplingRows
 from lorakeet.server.engine.slot_loads import SlotLoads
-from lorakeet.server.engine.step import (
-    Sampled,
-    ScheduledSequence,
-    SequenceId,
-    Step,
-    StepResult,
-)
+from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step, StepResult
 
 logger = logging.getLogger(__name__)
 
 _SCORED_LOGITS = 2**25  # logits computed at a time when prompts are scored: 128 MiB of float32
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """L tokens on their way to the host, and for whom they are."""
-
-    rows: Ints
-    seq_ids: Ints
-    positions: Ints
-    num_logprobs: Ints
-    values: Callable[[], NDArray[np.float64]]  # of `join_samples`
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """Scores of a run of prompt tokens on their way to the host."""
-
-    targets: Ints
-    values: Callable[[], NDArray[np.float64]]  # of `join_scores`
-
-
-@dataclass(frozen=True)
-class _Outputs:
-    """What a pass gives."""
-
-    samples: _Samples | None = None
-    scores: dict[SequenceId, list[_Scores]] = field(default_factory=dict)
 
 
 class Runner:
@@ -177,35 +143,20 @@ class Runner:
     def launch(self, step: Step) -> Callable[[], StepResult]:
         """Do all that the step says; what is returned waits for its result.
 
-        Non-finite logits are an error of their sequence alone. Slot copies run on beside the
-        passes; a later result names them when they are complete.
+        Slot copies run on beside the passes; a later result names them when they are complete.
         """
         for seq_id in step.released:
             self.rows.release(seq_id)
         for sequence in step.new:
             self.sampling.add(self.rows.add(sequence), sequence)
         for slot in step.cleared:
-            self.pool.vocabularies.clear(slot)
+            self.pool.clear_vocabulary(slot)
         load_errors = self._loads.start(step.loads)
-        outputs = self._forward(step.sequences) if step.sequences else _Outputs()
+        outputs = self._forward(step.sequences) if step.sequences else PassOutputs()
         return partial(self._result, outputs, load_errors)
 
-    def _result(self, outputs: _Outputs, load_errors: dict[Slot, str]) -> StepResult:
-        sampled: list[Sampled] = []
-        if (samples := outputs.samples) is not None:
-            token_ids, sampled = read_samples(
-                samples.values(), samples.seq_ids, samples.num_logprobs
-            )
-            self.rows.set_tokens(samples.rows, samples.seq_ids, samples.positions, token_ids)
-        prompt_logprobs = {
-            seq_id: [score for part in parts for score in read_scores(part.targets, part.values())]
-            for seq_id, parts in outputs.scores.items()
-        }
-        sampled += [
-            Sampled(seq_id, 0, error=NOT_FINITE)
-            for seq_id, scores in prompt_logprobs.items()
-            if any(math.isnan(score.logprob) for score in scores)
-        ]
+    def _result(self, outputs: PassOutputs, load_errors: dict[Slot, str]) -> StepResult:
+        sampled, prompt_logprobs = outputs.read(self.rows)
         loaded = self._loads.take_finished()
         return StepResult(
             sampled=tuple(sampled),
@@ -217,8 +168,13 @@ class Runner:
 
     # --- the pass ---
 
-    def _forward(self, scheduled: Sequence[ScheduledSequence]) -> _Outputs:
+    def _forward(self, scheduled: Sequence[ScheduledSequence]) -> PassOutputs:
         arrays = self.rows.arrays(scheduled)
+        outputs = self._pass(scheduled, arrays)
+        self.pool.launched(self.rows.slots[arrays.rows])
+        return outputs
+
+    def _pass(self, scheduled: Sequence[ScheduledSequence], arrays: StepArrays) -> PassOutputs:
         samples = np.array([sequence.samples for sequence in scheduled])
         sampling_rows = arrays.rows[samples]
         last_tokens = arrays.query_starts[1:][samples] - 1
@@ -229,26 +185,26 @@ class Runner:
         hidden = self._hidden(arrays)
         scores = self._score_prompts(scheduled, arrays, hidden)
         if sampling_rows.size == 0:
-            return _Outputs(None, scores)
+            return PassOutputs(None, scores)
         last_slots = self.rows.slots_at(sampling_rows, arrays.positions[last_tokens])
         logits = self._logits(hidden[last], last_slots)
         if self.group.rank > 0:
             token_ids = self.group.broadcast(torch.empty_like(rows))
             self.device_rows.set_last_tokens(rows, token_ids)
             self.rows.expect_tokens(sampling_rows)
-            return _Outputs()
+            return PassOutputs()
         before = self.device_rows.last_tokens[rows]
         batch = self.sampling.batch(sampling_rows, logits.shape[1], before)
         output = sampler.sample(logits, batch)
         self.device_rows.set_last_tokens(rows, self.group.broadcast(output.token_ids))
-        together = _Samples(
+        together = Samples(
             rows=sampling_rows,
             seq_ids=self.rows.seq_ids[sampling_rows],
             positions=self.rows.expect_tokens(sampling_rows),
             num_logprobs=self.sampling.num_logprobs(sampling_rows),
             values=download(join_samples(output)),
         )
-        return _Outputs(together, scores)
+        return PassOutputs(together, scores)
 
     def _hidden(self, arrays: StepArrays) -> Tensor:
         """Hidden states of the pass: (T, hidden_size)."""
@@ -280,9 +236,9 @@ class Runner:
 
     def _score_prompts(
         self, scheduled: Sequence[ScheduledSequence], arrays: StepArrays, hidden: Tensor
-    ) -> dict[SequenceId, list[_Scores]]:
+    ) -> dict[SequenceId, list[Scores]]:
         """Scores of the prompt tokens that this pass predicts, of sequences that asked for them."""
-        scores: dict[SequenceId, list[_Scores]] = {}
+        scores: dict[SequenceId, list[Scores]] = {}
         for index in np.flatnonzero(self.sampling.scores_prompt(arrays.rows)).tolist():
             sequence, row = scheduled[index], int(arrays.rows[index])
             known = self.rows.sequences[row]
@@ -300,17 +256,17 @@ class Runner:
 
     def _score(
         self, hidden: Tensor, slots: NDArray[np.int32], targets: Ints, num_top: int
-    ) -> list[_Scores]:
+    ) -> list[Scores]:
         """Rows of logits in chunks of bounded size, each with LoRA batch info of its own."""
         size = max(1, _SCORED_LOGITS // self.config.vocab_size)
-        scores: list[_Scores] = []
+        scores: list[Scores] = []
         for start in range(0, len(targets), size):
             chunk = targets[start : start + size]
             logits = self._logits(hidden[start : start + size], slots[start : start + size])
             if self.group.rank > 0:
                 continue
             values = sampler.score(logits, upload(chunk, self.device), num_top)
-            scores.append(_Scores(chunk, download(join_scores(*values))))
+            scores.append(Scores(chunk, download(join_scores(*values))))
         return scores
 
     # --- memory ---
@@ -393,4 +349,4 @@ class Runner:
         del logits
         self._score(hidden, slots, np.zeros(len(hidden), np.int64), memory.MAX_LOGPROBS)
         for slot in own_slots:
-            self.pool.vocabularies.clear(slot)
+            self.pool.clear_vocabulary(slot)

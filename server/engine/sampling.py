@@ -1,4 +1,4 @@
-"""From a sequence's SamplingParams to the sampler's rows, and from its output to messages."""
+"""From a sequence's SamplingParams to the sampler's rows."""
 
 import secrets
 
@@ -8,17 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.models.sampler import (
-    SamplerOutput,
     SamplingBatch,
     SamplingColumns,
     SamplingRow,
     build_columns,
 )
 from lorakeet.server.engine.inputs import Ints, SequenceRows
-from lorakeet.server.engine.messages import TokenLogprob
-from lorakeet.server.engine.step import NewSequence, Sampled
+from lorakeet.server.engine.step import NewSequence
 
-NOT_FINITE = "the model's output is not finite for this request (NaN or infinity)"
 _ENGINE_SEED = secrets.randbits(62)  # for requests without a seed
 
 
@@ -111,61 +108,3 @@ class SamplingRows:
             output_ids=known[num_prompt:],
             has_pending=has_pending,
         )
-
-
-def join_samples(output: SamplerOutput) -> Tensor:
-    """What `read_samples` reads, in one tensor: float64 holds ids and float32 values exactly."""
-    parts = [output.token_ids[:, None], output.failed[:, None]]
-    if output.logprobs is not None:
-        assert output.top_ids is not None
-        assert output.top_logprobs is not None
-        parts += [output.logprobs[:, None], output.top_ids, output.top_logprobs]
-    return torch.cat([part.double() for part in parts], dim=1)
-
-
-def read_samples(
-    values: NDArray[np.float64], seq_ids: Ints, num_logprobs: Ints
-) -> tuple[Ints, list[Sampled]]:
-    """The chosen tokens (L,), and the same as a result for each sequence."""
-    token_ids = values[:, 0].astype(np.int64)
-    sampled = [
-        Sampled(seq_id, token_id)
-        for seq_id, token_id in zip(seq_ids.tolist(), token_ids.tolist(), strict=True)
-    ]
-    num_top = (values.shape[1] - 3) // 2
-    for index in np.flatnonzero((values[:, 1] > 0) | (num_logprobs >= 0)).tolist():
-        seq_id, token_id = sampled[index].seq_id, sampled[index].token_id
-        if values[index, 1]:
-            sampled[index] = Sampled(seq_id, token_id, error=NOT_FINITE)
-            continue
-        wanted = num_logprobs[index]
-        top_ids, top = np.split(values[index, 3:], [num_top])
-        logprob = _token_logprob(token_id, values[index, 2], top_ids[:wanted], top[:wanted])
-        sampled[index] = Sampled(seq_id, token_id, logprob)
-    return token_ids, sampled
-
-
-def join_scores(logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
-    """What `read_scores` reads of `sampler.score`, in one tensor."""
-    return torch.cat([logprobs[:, None].double(), top_ids, top_logprobs], dim=1)
-
-
-def read_scores(targets: Ints, values: NDArray[np.float64]) -> list[TokenLogprob]:
-    """Scores of the tokens `targets`, as messages."""
-    num_top = (values.shape[1] - 1) // 2
-    return [
-        _token_logprob(int(target), row[0], row[1 : 1 + num_top], row[1 + num_top :])
-        for target, row in zip(targets, values, strict=True)
-    ]
-
-
-def _token_logprob(
-    token_id: int,
-    logprob: np.float64,
-    top_ids: NDArray[np.float64],
-    top_logprobs: NDArray[np.float64],
-) -> TokenLogprob:
-    ids = top_ids.astype(np.int64).tolist()
-    return TokenLogprob(
-        token_id, float(logprob), list(zip(ids, top_logprobs.tolist(), strict=True))
-    )

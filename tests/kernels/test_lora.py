@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakeet.kernels import activation, reference
+from lorakeet.kernels import activation, reference, token_tiles
 from lorakeet.kernels import lora_linear as decode
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
@@ -17,6 +17,12 @@ from support.lora_cases import POPULARITIES, LoRACase, lora_case, popularity
 
 RANKS = (1, 5, 8, 16, 3, 33)
 SLICES = {"linear": (24,), "qkv": (21, 9, 9), "gate_up": (19, 19)}
+
+
+@pytest.fixture(params=[512, 0], ids=["small-tiles", "large-tiles"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of passes with few tokens and with many."""
+    monkeypatch.setattr(token_tiles, "_FEW_TOKENS", request.param)
 
 
 def linear(case: LoRACase) -> Tensor:
@@ -63,6 +69,7 @@ def assert_y_close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=atol)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("kind", SLICES)
 @pytest.mark.parametrize("name", POPULARITIES)
 @pytest.mark.parametrize("num_tokens", [1, 7, 70])
@@ -75,6 +82,7 @@ def test_every_mix_of_adapters(
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("input_size", [16, 64, 100, 1024, 1500])
 def test_input_sizes(input_size: int, device: str, dtype: torch.dtype) -> None:
     """Of which the larger ones are summed in parts."""
@@ -83,6 +91,7 @@ def test_input_sizes(input_size: int, device: str, dtype: torch.dtype) -> None:
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 64, 65, MAX_TOKENS])
 def test_lists_longer_than_a_tile(num_tokens: int, device: str, dtype: torch.dtype) -> None:
     ranks = [9] * 40
@@ -92,12 +101,14 @@ def test_lists_longer_than_a_tile(num_tokens: int, device: str, dtype: torch.dty
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 def test_one_adapter_of_many_tokens_and_rows(device: str, dtype: torch.dtype) -> None:
     """Its rows are in several tiles, and its tokens too."""
     case = lora_case([1] * 70 + [2] * 70, (70, 130), device=device, dtype=dtype)
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("ranks", [(31, 34), (63, 66), (1, 33, 32)])
 def test_adapters_rows_in_as_many_tiles_as_can_be(
     ranks: tuple[int, ...], device: str, dtype: torch.dtype
@@ -108,6 +119,7 @@ def test_adapters_rows_in_as_many_tiles_as_can_be(
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("ranks", [(64, 64), (65, 200), (3, 126, 70), (128,)])
 def test_a_token_with_several_tiles_of_rows(
     ranks: tuple[int, ...], device: str, dtype: torch.dtype
@@ -125,6 +137,7 @@ def test_passes_past_those_of_decode(num_tokens: int, device: str, dtype: torch.
     assert_y_close(expanded(case), case.exact(), dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("slice_sizes", [(130,), (3, 2, 2), (128, 64, 64), (200, 129, 129), (1, 1)])
 def test_slices_narrower_and_wider_than_a_tile(
     slice_sizes: tuple[int, ...], device: str, dtype: torch.dtype
@@ -174,6 +187,7 @@ def test_what_a_slot_lists_beside_its_rows_counts(device: str, dtype: torch.dtyp
             assert (moved[owners] > 0.1).all()
 
 
+@pytest.mark.usefixtures("tiles")
 def test_base_rows_are_bit_for_bit_the_base_layers(device: str, dtype: torch.dtype) -> None:
     slots = [0, 1, 0, 2, 3]
     case = lora_case(slots, (8, 5, 4), device=device, dtype=dtype)
@@ -190,6 +204,7 @@ def test_negative_zeros_of_base_rows_stay(device: str, dtype: torch.dtype) -> No
     assert torch.equal(bits(expanded(case)[[0, 2]]), bits(case.y[[0, 2]]))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_bad_row_stays_alone(value: float, device: str, dtype: torch.dtype) -> None:
     """NaN in one token's activations reaches no other, of its adapter or not."""
@@ -202,6 +217,7 @@ def test_a_bad_row_stays_alone(value: float, device: str, dtype: torch.dtype) ->
     assert torch.equal(expanded(bad)[others], expanded(case)[others])
 
 
+@pytest.mark.usefixtures("tiles")
 def test_a_row_is_the_same_whoever_its_neighbours_are(device: str, dtype: torch.dtype) -> None:
     ranks = (16, 8, 64)
     mixed = lora_case([2, 1, 3, 0, 3], ranks, device=device, dtype=dtype)
@@ -213,6 +229,7 @@ def test_a_row_is_the_same_whoever_its_neighbours_are(device: str, dtype: torch.
             )
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("size", [19, 300])
 @pytest.mark.parametrize("name", POPULARITIES)
 def test_silu_mul_adds_the_delta(name: str, size: int, device: str, dtype: torch.dtype) -> None:

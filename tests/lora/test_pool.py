@@ -401,6 +401,7 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     seen = layer.a.clone()
+    pool.launched(np.array([0, 1], np.int32))
     pinned = {
         name: dataclasses.replace(weights, a=weights.a.pin_memory(), b=weights.b.pin_memory())
         for name, weights in new.groups.items()
@@ -416,3 +417,23 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     assert torch.equal(seen.cpu(), old.groups["qkv_proj"].a[1])
     assert torch.equal(after.cpu(), new.groups["qkv_proj"].a[1])
     assert table[2, :6].tolist() == list(range(6))
+
+
+@pytest.mark.gpu
+def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
+    """Of the adapter itself, or of a blend with it."""
+    pool = poisoned_pool(5, 9, device="cuda")
+    for slot in (1, 2, 3):
+        pool.write(Slot(slot), range(slot * 2, slot * 2 + 2), random_adapter(same_rank(2))).wait()
+    pool.write_blend(Slot(4), [(Slot(1), 2, 0.5), (Slot(2), 2, 1.0)])
+    torch.cuda.synchronize()
+    pool.launched(np.array([3], np.int32))  # ends at once
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]
+    pool.launched(np.array([0, 4, 4], np.int32))
+    other = pool.write(Slot(3), [6, 8], random_adapter(same_rank(2)))
+    while not other.done():
+        assert not torch.cuda.current_stream().query(), "it waited for the pass"
+    own = pool.write(Slot(1), [2, 0], random_adapter(same_rank(2)))
+    assert not own.done()
+    torch.cuda.synchronize()
+    assert own.done()

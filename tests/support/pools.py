@@ -94,6 +94,8 @@ def poisoned_pool(
         for layer in range(spec.num_layers):
             pool.layer(spec.name, layer).a.fill_(torch.nan)
             pool.layer(spec.name, layer).b.fill_(torch.nan)
+    if device != "cpu":
+        torch.cuda.synchronize()  # the pool's copies wait for passes, and for nothing else
     return pool
 
 

@@ -103,6 +103,27 @@ def test_an_engine_process_serves_adapters_and_obeys_only_shutdown(model: Path) 
     run(test)
 
 
+def test_an_engine_that_hangs_is_taken_for_dead(model: Path) -> None:
+    async def test() -> None:
+        async with engine_of(model, step_timeout=1.5) as engine:
+            deaths: list[str] = []
+            engine.on_death(deaths.append)
+            await asyncio.sleep(2)  # an idle one does give signs
+            assert engine.healthy
+            process = psutil.Process(engine.pid)
+            stream = engine.generate(request("a", max_tokens=400))
+            await anext(stream)
+            process.suspend()
+            with pytest.raises(EngineDeadError, match=r"no sign for 1\.5 seconds"):
+                async for _ in stream:
+                    pass
+            assert len(deaths) == 1
+            assert not engine.healthy
+            process.wait(timeout=10)
+
+    run(test)
+
+
 def test_a_killed_engine_ends_streams_and_loads_with_an_error(model: Path) -> None:
     async def test() -> None:
         async with engine_of(model) as engine:

@@ -208,6 +208,18 @@ def test_a_rank_that_dies_while_nothing_runs(model: Path) -> None:
     run(test)
 
 
+def test_a_rank_that_hangs(model: Path) -> None:
+    async def test() -> None:
+        async with engine_of(model, step_timeout=3.0) as engine:
+            stream = await running(engine)
+            followers(engine)[0].suspend()
+            with pytest.raises(EngineDeadError, match="no sign for 3 seconds"):
+                async for _ in stream:
+                    pass
+
+    run(test)
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_killed_rank_0_takes_the_others_along(model: Path, hangs: bool) -> None:
     async def test() -> None:
