@@ -111,6 +111,19 @@ def test_bombs_are_contained_and_the_next_one_renders(template: str) -> None:
     asyncio.run(run())
 
 
+def test_templates_that_are_kept_take_no_room_from_others() -> None:
+    """Each is compiled to a constant of 120 MB, and most templates are kept in that form."""
+
+    async def run() -> None:
+        renderer = TemplateRenderer()
+        for number in range(8):
+            template = f"{{% if x %}}{{{{ '{number} ' * (6 * 10 ** 7) }}}}{{% endif %}}{number}"
+            assert await renderer.render(template, {}) == str(number)
+        await renderer.close()
+
+    asyncio.run(run())
+
+
 def test_a_cancelled_rendering_does_not_answer_the_next_question() -> None:
     async def run() -> None:
         renderer = TemplateRenderer()
