@@ -8,7 +8,7 @@ client that has gone refuses it. So, while there is no answer to send yet, an in
 A client has `RECEIVE_SECONDS` to send a whole request (more, as long as it sends at least
 `RECEIVE_RATE` and has no answer yet: uploads of adapters are large), and is cut off when it has
 taken nothing of its answer for `STALL_SECONDS`: else a few thousand of them would hold every file
-descriptor.
+descriptor. Connections beyond `MAX_CONNECTIONS` are closed at once.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ PROBE_SECONDS = 0.25
 RECEIVE_SECONDS = 60.0
 RECEIVE_RATE = 2**17  # bytes a second
 STALL_SECONDS = 60.0
+MAX_CONNECTIONS = 2**14  # each may hold some 100 KiB of a request that is not whole
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -37,6 +38,8 @@ class HTTPProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.close()
         self._watch_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
