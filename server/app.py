@@ -139,7 +139,7 @@ class _Bodies:
         """`receive`, which then raises OverloadedError when the bodies take too much."""
         own = 0
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             nonlocal own
             message = await receive()
             size = len(message.get("body", b""))
@@ -152,7 +152,7 @@ class _Bodies:
 
         is_upload = headers.get("content-type", "").startswith("multipart/")  # it goes to the disk
         try:
-            yield receive if is_upload else counted
+            yield receive if is_upload else receive_counted
         finally:
             self._num_bytes -= own
 
