@@ -1,7 +1,9 @@
-"""Decode steps in CUDA graphs: a launch for each step instead of hundreds of them.
+"""Steps of few tokens in CUDA graphs: a launch for each step instead of hundreds of them.
 
 A graph repeats its kernels on the same tensors. So a step's values are copied into a *static
-batch*, padded to one of a few sizes, and the graph of that size is replayed. There are two sets:
+batch*, padded to one of a few sizes, and the graph of that size is replayed. There a token of a
+prompt is a sequence of one token too, in the context that ends with it: keys and values of a whole
+chunk are written before attention reads them, layer by layer. There are two sets of graphs:
 one for steps without any adapter, which holds no LoRA kernel at all, and one for every mix of
 adapters and ranks, which are values in the batch's lists of rank rows.
 
@@ -24,23 +26,25 @@ from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
+_CHUNK_TOKENS = 512  # past it, the device works longer than the host needs for all the launches
+_MOST_REREAD = 2**18  # cached tokens; past it, the tokens of a chunk better read them together
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture, ascending: past 32 sequences, at most a fifth of a batch is padding.
+def graph_sizes(most: int) -> list[int]:
+    """Numbers of tokens to capture, ascending: past 32, at most a fifth of a batch is padding.
 
     >>> graph_sizes(100)
     [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
     """
     sizes = [1, 2, 4, 8]
-    while sizes[-1] < max_num_seqs:
+    while sizes[-1] < most:
         last = sizes[-1]
         sizes.append(last + max(8, 2 ** (last.bit_length() - 3)))
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    return [size for size in sizes if size < most] + [most]
 
 
 class StaticBatch:
-    """A decode pass of `size` sequences in tensors that stay in their place.
+    """A pass of `size` tokens, each a sequence of its own, in tensors that stay in their place.
 
     Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
     key and value go nowhere, without an adapter. `rank_rows`: None, no row has an adapter.
@@ -62,7 +66,7 @@ class StaticBatch:
         self._values = torch.from_numpy(self._packed.values).to(rows.device)
 
     def fill(self, arrays: StepArrays, slots: NDArray[np.int32]) -> None:
-        """Take in a step of at most `size` sequences; `slots` (S,) of each."""
+        """Take in a step of at most `size` tokens, `by_token`; `slots` (T,) of each."""
         values = torch.from_numpy(pack(self._arrays(arrays, slots)).values)
         if self._values.is_cuda:
             values = values.pin_memory()
@@ -99,8 +103,8 @@ class StaticBatch:
         return padded
 
 
-class DecodeGraphs:
-    """The model's pass over one token each of up to `max_num_seqs` sequences."""
+class PassGraphs:
+    """The model's pass over few tokens: decode steps of any batch, and small chunks of prompts."""
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class DecodeGraphs:
         rows: DeviceRows,
         pool: AdapterPool,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_loras: int,
         max_context_len: int,
     ) -> None:
@@ -116,7 +121,7 @@ class DecodeGraphs:
         self._adapters = pool
         self._max_loras = max_loras
         self._max_context_len = max_context_len
-        self.sizes = graph_sizes(max_num_seqs)
+        self.sizes = graph_sizes(max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens)))
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
         self._stream = None if self._pool is None else torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
@@ -144,15 +149,19 @@ class DecodeGraphs:
             free.append(free_memory())
         return free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
 
+    def take(self, arrays: StepArrays) -> bool:
+        """Whether there is a graph for this step, and it is worth while."""
+        return len(arrays.token_ids) <= self.sizes[-1] and arrays.num_reread <= _MOST_REREAD
+
     def run(self, arrays: StepArrays, slots: NDArray[np.int32]) -> Tensor:
-        """Hidden states of a step with one token for each sequence; `slots` (S,) of each.
+        """Hidden states of a step that they `take`; `slots` (T,) of its tokens.
 
         They are valid until the next call.
         """
         count = len(slots)
         size = next(size for size in self.sizes if size >= count)
         static, replay = self._graphs[size, bool(slots.any())]
-        static.fill(arrays, slots)
+        static.fill(arrays.by_token(), slots)
         return replay()[:count]
 
     def _capture(self, size: int, with_lora: bool) -> None:

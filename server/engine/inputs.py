@@ -1,7 +1,7 @@
 """From a step to the arrays of one forward pass: a row for each running sequence, no model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,19 @@ class StepArrays:
     context_lens: Ints  # (S,)
 
     @property
-    def is_decode(self) -> bool:
-        """One token of each sequence."""
-        return len(self.token_ids) == len(self.rows)
+    def num_reread(self) -> int:
+        """Cached tokens that attention reads for chunks whose tokens each read their context."""
+        counts = np.diff(self.query_starts)
+        return int((counts * self.context_lens)[counts > 1].sum())
+
+    def by_token(self) -> "StepArrays":
+        """The same pass, each token as a sequence of one, in a context that ends with it."""
+        return replace(
+            self,
+            rows=self.token_rows,
+            query_starts=np.arange(len(self.token_ids) + 1),
+            context_lens=self.positions + 1,
+        )
 
 
 class SequenceRows:

@@ -46,7 +46,7 @@ from lorakeet.server.engine.device_batch import (
     upload_all,
 )
 from lorakeet.server.engine.devices import choose_device
-from lorakeet.server.engine.graphs import DecodeGraphs
+from lorakeet.server.engine.graphs import PassGraphs
 from lorakeet.server.engine.inputs import Ints, SequenceRows, StepArrays
 from lorakeet.server.engine.outputs import (
     PassOutputs,
@@ -115,7 +115,7 @@ class Runner:
         wrap_model(self.model, self.pool, make_backend(self.device))
         self._loads = SlotLoads(self.pool, self.host_store)
         self._logits_batch = empty_batch(self.device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: PassGraphs | None = None
         self._allocate_cache()
         if self.device.type == "cuda":
             self.capture_graphs()
@@ -210,8 +210,7 @@ class Runner:
         """Hidden states of the pass: (T, hidden_size)."""
         slots = self.rows.slots_at(arrays.token_rows, arrays.positions)
         vocabulary = self.pool.vocabularies.for_embedding(slots)
-        can_replay = arrays.is_decode and vocabulary is None
-        if self.graphs is not None and can_replay:
+        if self.graphs is not None and vocabulary is None and self.graphs.take(arrays):
             return self.graphs.run(arrays, slots)
         lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
         return self._run_model(arrays, lora, vocabulary)
@@ -310,18 +309,19 @@ class Runner:
         return int(self.group.all_gather(values, dim=0).min())
 
     def capture_graphs(self) -> None:
-        """From now on decode steps are replayed. (On the CPU: they run on the static batches.)"""
+        """From now on small steps are replayed. (On the CPU: they run on the static batches.)"""
         graphs = self._make_graphs(self.max_model_len)
         graphs.capture_all()
         self.graphs = graphs
 
-    def _make_graphs(self, max_context_len: int) -> DecodeGraphs:
+    def _make_graphs(self, max_context_len: int) -> PassGraphs:
         settings = self.settings
-        return DecodeGraphs(
+        return PassGraphs(
             self.model,
             self.device_rows,
             self.pool,
             settings.max_num_seqs,
+            settings.max_num_batched_tokens,
             settings.max_loras,
             max_context_len,
         )

@@ -1,5 +1,6 @@
 """Captured decode steps on a GPU: equal to eager ones at every batch size, and never waiting."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
 from support.engines import StepEngine
-from support.models import tiny_model
+from support.models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path | N
     ]
 
 
-def engine_of(model: Path, adapters: list[Path | None], depth: int = 2) -> StepEngine:
+def engine_of(
+    model: Path, adapters: list[Path | None], depth: int = 2, **settings: int
+) -> StepEngine:
     engine = StepEngine(
         model,
         depth,
@@ -40,6 +43,7 @@ def engine_of(model: Path, adapters: list[Path | None], depth: int = 2) -> StepE
         block_size=16,
         gpu_memory_utilization=0.2,
         max_num_seqs=MAX_SEQS,
+        **settings,
     )
     for path in adapters[1:]:
         assert path is not None
@@ -49,6 +53,11 @@ def engine_of(model: Path, adapters: list[Path | None], depth: int = 2) -> StepE
 
 def prompt_of(number: int) -> list[int]:
     return [3 + number, 4, 5 + number % 3, 9][: 2 + number % 3]
+
+
+def long_prompt(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 def test_every_batch_size_equals_eager_and_peft(files: tuple[Path, list[Path | None]]) -> None:
@@ -69,6 +78,36 @@ def test_every_batch_size_equals_eager_and_peft(files: tuple[Path, list[Path | N
     for number in range(8):
         expected = peft_greedy(model, adapters[number % 4], prompt_of(number), 4 + 3 * number)
         assert results[0][str(number)].token_ids == expected
+
+
+@pytest.mark.parametrize("length", [30, 90, 130])
+def test_chunks_of_prompts_equal_eager_and_peft(
+    files: tuple[Path, list[Path | None]], length: int
+) -> None:
+    """Steps of up to 512 tokens, in each tiling of the kernels, the last adapter loaded midway."""
+    model, adapters = files
+    results = []
+    for eager in (False, True):
+        engine = engine_of(model, adapters[:3], max_num_batched_tokens=512)
+        graphs = engine.runner.graphs
+        assert graphs is not None
+        assert graphs.sizes[-1] == 512
+        if eager:
+            engine.runner.graphs = None
+        for number in range(6):
+            engine.add(str(number), long_prompt(length + 11 * number, number), number % 3)
+            engine.step()
+        assert adapters[3] is not None
+        late = engine.load(adapters[3])
+        for number in (6, 7):
+            engine.add(str(number), long_prompt(length, number), late)
+        results.append(engine.run())
+    for name, result in results[1].items():
+        assert results[0][name].token_ids == result.token_ids
+    for number in range(8):
+        path = adapters[number % 3 if number < 6 else 3]
+        prompt = long_prompt(length + (11 * number if number < 6 else 0), number)
+        assert results[0][str(number)].token_ids == peft_greedy(model, path, prompt, 8)
 
 
 def test_adapters_come_and_go_between_replays(files: tuple[Path, list[Path | None]]) -> None:

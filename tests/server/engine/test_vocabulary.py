@@ -4,13 +4,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import PoolError
 from lorakeet.models.sampler import SamplingRow, build, sample, score
-from lorakeet.server.engine.graphs import DecodeGraphs
+from lorakeet.server.engine.graphs import PassGraphs
+from lorakeet.server.engine.inputs import StepArrays
 from support.adapters import make_adapter, peft_logprobs
 from support.engines import Collected, StepEngine
 from support.models import VOCAB_SIZE, tiny_model
@@ -168,12 +171,13 @@ def test_graphs_replay_only_steps_with_the_base_embedding(
     }
     ids = {name: engine.load(folder) for name, folder in folders.items()}
     engine.runner.capture_graphs()
-    graphs, replayed = cast(DecodeGraphs, engine.runner.graphs), list[str]()
+    graphs, replayed = cast(PassGraphs, engine.runner.graphs), list[str]()
     run = graphs.run
 
-    def count(*args: Any) -> torch.Tensor:
-        replayed.append(name)
-        return run(*args)
+    def count(arrays: StepArrays, slots: NDArray[np.int32]) -> torch.Tensor:
+        if slots.any():
+            replayed.append(name)
+        return run(arrays, slots)
 
     monkeypatch.setattr(graphs, "run", count)
     for name, adapter_id in ids.items():
