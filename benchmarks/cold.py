@@ -16,8 +16,8 @@ early or late in a step, so two alike differ as well.)
 Then Poisson arrivals at a rate, each adapter as likely: of a working set that fits the pool, then
 of one of twice its size.
 
-The last line: the penalty's p50 and p99, the streams' inter-token p99 with loads over that without, and the
-TTFT p50 of the larger working set over that of the smaller.
+The last line: the penalty's p50 and p99, the streams' inter-token p99 with loads over that without,
+and the TTFT p50 of the larger working set over that of the smaller.
 """
 
 import argparse
