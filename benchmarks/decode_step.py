@@ -116,7 +116,7 @@ class Bench(ModelBench):
         return plain_ms / wrapped_ms
 
 
-def profile(step: Callable[[], object], out: Path | None) -> None:
+def profile(step: Callable[[], object]) -> None:
     """Kernel times of one replay, by name."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     step()
@@ -193,7 +193,7 @@ def main() -> None:
     print_mixes(results)
     for name in filter(None, args.profile.split(",")):
         print(f"kernels at {name}")
-        profile(bench.point(name)[0], args.json)
+        profile(bench.point(name)[0])
     if args.json:
         rows = [asdict(result) for result in results]
         found = {"ceilings": asdict(ceilings), "base_only": base_only, "points": rows}

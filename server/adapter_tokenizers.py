@@ -1,5 +1,8 @@
 """Tokenizers of adapter folders: the model's own where they are the same, shared where they agree.
 
+Which one an adapter has is known by its digest. Of those that no request uses, the last used ones
+stay in memory, and the others are read again from the folder when they are needed.
+
 A folder may come from anybody. Fine-tuning adds tokens; what cuts a text into words stays as it is
 in the model's tokenizer. So only such parts are taken as are the model's, or can neither take long
 nor make a text much longer; and of the part that makes tokens of words, only the tokens may differ.
@@ -7,6 +10,7 @@ nor make a text much longer; and of the part that makes tokens of words, only th
 
 import hashlib
 import itertools
+from collections import OrderedDict
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,6 +22,7 @@ from lorakeet.server.text_config import TextConfigError, read_file
 from lorakeet.server.tokens import TOKENIZER_NAME, Tokenizer, TokenizerError
 
 MAX_FILE_BYTES = 64 * 2**20  # twice as large as the largest that are in use
+MEMORY_BYTES = 2**30  # of the last used ones; what requests use stays beyond it
 _PIPELINE = ("normalizer", "pre_tokenizer", "decoder")
 _HARMLESS = frozenset(
     "Sequence ByteLevel ByteFallback Fuse Metaspace Strip Prepend Replace Digits Whitespace"
@@ -30,38 +35,49 @@ _TOKENS = ("vocab", "merges")  # the parts of "model" that hold tokens
 
 
 class AdapterTokenizers:
-    """Loads them; thread-safe. One is forgotten with the last profile that uses it."""
+    """Loads them; thread-safe. A digest of None stands for the model's own."""
 
     def __init__(self, base: Tokenizer, base_folder: Path) -> None:
         self._base = base
         self._base_folder = base_folder
         self._base_config: dict[str, Any] | None = None  # read when it is needed first
         self._base_digest: bytes | None = None
-        self._lock = Lock()
-        self._by_digest: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
+        self._loading = Lock()  # one at a time: each may take a second and hundreds of megabytes
+        self._kept = _Kept()
 
-    def load(self, folder: Path) -> Tokenizer:
-        """The tokenizer in the folder; the model's when it has none.
+    def load(self, folder: Path) -> tuple[bytes | None, Tokenizer]:
+        """The tokenizer in the folder, and its digest; the model's when it has none.
 
         Raises TextConfigError for one that cannot be used.
         """
-        data = read_file(folder, TOKENIZER_NAME, MAX_FILE_BYTES)
-        if data is None:
-            return self._base
-        config = _parse(data)
-        with self._lock:  # one at a time: each may take a second and hundreds of megabytes
+        with self._loading:
+            data = read_file(folder, TOKENIZER_NAME, MAX_FILE_BYTES)
+            if data is None:
+                return None, self._base
+            config = _parse(data)
             self._read_base()
             digest = _digest(config)
             if digest == self._base_digest:
-                return self._base
-            tokenizer = self._by_digest.get(digest)
+                return None, self._base
+            tokenizer = self._kept.get(digest)
             if tokenizer is None:
                 assert self._base_config is not None
                 _check_pipeline(config, self._base_config)
                 tokenizer = _load(data)
                 _check_tokens(config)
-                self._by_digest[digest] = tokenizer
-            return tokenizer
+                self._kept.add(digest, tokenizer)
+            return digest, tokenizer
+
+    def at_hand(self, digest: bytes | None) -> Tokenizer | None:
+        """The tokenizer of this digest, unless it has to be read."""
+        return self._base if digest is None else self._kept.get(digest)
+
+    def load_again(self, folder: Path, digest: bytes | None) -> Tokenizer:
+        """As `load`, of a folder that held this one. Raises TextConfigError if it does no more."""
+        found, tokenizer = self.load(folder)
+        if found != digest:
+            raise TextConfigError(f"{TOKENIZER_NAME} is not what it was when it was loaded")
+        return tokenizer
 
     def _read_base(self) -> None:
         if self._base_config is not None:
@@ -71,6 +87,32 @@ class AdapterTokenizers:
         self._base_digest = _digest(config)
         self._base_config = {part: config.get(part) for part in _PIPELINE}
         self._base_config["model"] = _model_settings(config)
+
+
+class _Kept:
+    """By digest: all that are in use, and the last used of the others."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._alive: WeakValueDictionary[bytes, Tokenizer] = WeakValueDictionary()
+        self._last_used: OrderedDict[bytes, Tokenizer] = OrderedDict()
+        self._num_bytes = 0  # of the last used
+
+    def get(self, digest: bytes) -> Tokenizer | None:
+        tokenizer = self._alive.get(digest)
+        if tokenizer is not None:
+            self.add(digest, tokenizer)
+        return tokenizer
+
+    def add(self, digest: bytes, tokenizer: Tokenizer) -> None:
+        with self._lock:
+            if digest not in self._last_used:
+                self._alive[digest] = self._last_used[digest] = tokenizer
+                self._num_bytes += tokenizer.num_bytes
+            self._last_used.move_to_end(digest)
+            while self._num_bytes > MEMORY_BYTES:
+                _, oldest = self._last_used.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
 
 
 def _parse(data: bytes) -> dict[str, Any]:

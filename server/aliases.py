@@ -1,10 +1,17 @@
-"""Aliases: names that stand for an adapter, or share their requests out among several."""
+"""Aliases: names that stand for an adapter, or share their requests out among several.
+
+What an alias may be named, and what it may lead to, is the registry's to say.
+"""
 
 import hashlib
 import random
 from collections.abc import Sequence
 
 import msgspec
+
+from lorakeet.server.errors import BadRequestError, NotFoundError
+
+MAX_ALIASES = 10_000
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -21,16 +28,25 @@ class Aliases:
     def __contains__(self, alias: str) -> bool:
         return alias in self._targets
 
-    def __getitem__(self, alias: str) -> tuple[Target, ...]:
+    def get(self, alias: str) -> tuple[Target, ...]:
+        """Raises NotFoundError."""
+        if alias not in self._targets:
+            raise NotFoundError(f"The alias {alias!r} does not exist", code="alias_not_found")
         return self._targets[alias]
 
     def all(self) -> dict[str, tuple[Target, ...]]:
         return dict(self._targets)
 
     def put(self, alias: str, targets: Sequence[Target]) -> None:
+        """Raises BadRequestError when there are too many."""
+        if alias not in self._targets and len(self._targets) >= MAX_ALIASES:
+            message = f"There are {MAX_ALIASES} aliases: delete some before you add others"
+            raise BadRequestError(message, param="alias", code="too_many_aliases")
         self._targets[alias] = tuple(targets)
 
     def remove(self, alias: str) -> None:
+        """Raises NotFoundError."""
+        self.get(alias)
         del self._targets[alias]
 
     def naming(self, adapter: str) -> list[str]:

@@ -1,10 +1,11 @@
 """The HTTP application: routes, and the gate in front of them."""
 
+import contextlib
 import hmac
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
@@ -39,6 +40,7 @@ from lorakeet.server.errors import (
     APIError,
     AuthenticationError,
     InternalError,
+    OverloadedError,
     UnavailableError,
     error_body,
 )
@@ -56,6 +58,8 @@ _BODIES: tuple[type[Wire], ...] = (
 )
 OPEN_PATHS = {"/health", "/metrics"}  # all others need the key, and a server that is ready
 CLIENT_GONE = 499  # in the log: the client went before there was an answer
+MAX_HELD_BYTES = 256 * 2**20  # of all bodies; what is made of them takes several times as much
+MAX_LOGGED = 256  # characters of what a client has sent
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 logger = structlog.stdlib.get_logger("lorakeet.request")
@@ -124,12 +128,43 @@ def _add(
     )
 
 
+class _Bodies:
+    """How much memory the bodies of all requests take that have no answer yet."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def counted(self, headers: Headers, receive: Receive) -> Iterator[Receive]:
+        """`receive`, which then raises OverloadedError when the bodies take too much."""
+        own = 0
+
+        async def receive_counted() -> Message:
+            nonlocal own
+            message = await receive()
+            size = len(message.get("body", b""))
+            if self._num_bytes + size > MAX_HELD_BYTES:
+                text = "The requests that wait are too large: try again later"
+                raise OverloadedError(text, code="bodies_too_large")
+            self._num_bytes += size
+            own += size
+            return message
+
+        is_upload = headers.get("content-type", "").startswith("multipart/")  # it goes to the disk
+        try:
+            yield receive if is_upload else receive_counted
+        finally:
+            self._num_bytes -= own
+
+
 class Gate:
-    """In front of every route: request id, API key, readiness, one log line a request."""
+    """In front of every route: request id, API key, readiness, the memory that bodies may take, one
+    log line a request."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
         self._server = server
+        self._bodies = _Bodies()
         key = server.settings.api_key
         self._key = None if key is None else key.encode()
 
@@ -141,6 +176,7 @@ class Gate:
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
         status = CLIENT_GONE
+        path = scope["path"][:MAX_LOGGED]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -151,18 +187,19 @@ class Gate:
 
         try:
             self._check(scope["path"], headers)
-            await self._app(scope, receive, send_with_id)
+            with self._bodies.counted(headers, receive) as counted:
+                await self._app(scope, counted, send_with_id)
         except APIError as error:
             await _response(error)(scope, receive, send_with_id)
         except Exception:  # _unexpected_error has answered
-            logger.exception("a request failed", request_id=request_id, path=scope["path"])
+            logger.exception("a request failed", request_id=request_id, path=path)
         finally:
             if scope["path"] not in OPEN_PATHS:
                 logger.info(
                     "request",
                     request_id=request_id,
-                    method=scope["method"],
-                    path=scope["path"],
+                    method=scope["method"][:MAX_LOGGED],
+                    path=path,
                     status=status,
                     seconds=round(time.monotonic() - begin, 4),
                     **scope.get("lorakeet.log", {}),

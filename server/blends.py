@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from lorakeet.server.api.schemas import AdapterWeight, GenerationRequest
 from lorakeet.server.engine.messages import EngineInfo
 from lorakeet.server.errors import BadRequestError, ModelNotFoundError
-from lorakeet.server.registry import Registry, Version
+from lorakeet.server.registry import Registry
+from lorakeet.server.versions import Version
 
 Blend = tuple[tuple[int, float], ...]  # as in AddRequest
 

@@ -12,13 +12,16 @@ APIError
   ├ InternalError              500
   │   └ GenerationError
   ├ UnavailableError           503
-  └ RequestTimeoutError        504
+  ├ RequestTimeoutError        504
+  └ InsufficientStorageError   507
 """
 
 from http import HTTPStatus
 from typing import ClassVar
 
 import orjson
+
+MAX_CHARS = 1000  # of a message or a name: what a client has sent does not come back whole
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
@@ -34,9 +37,9 @@ class APIError(Exception):
     default_code: ClassVar[str | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = _shortened(message)
+        super().__init__(self.message)
+        self.param = None if param is None else _shortened(param)
         self.code = code or self.default_code
 
     @property
@@ -45,6 +48,10 @@ class APIError(Exception):
 
     def body(self) -> bytes:
         return error_body(self.message, self.type, self.param, self.code)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + "…"
 
 
 class BadRequestError(APIError):
@@ -127,3 +134,8 @@ class RequestTimeoutError(APIError):
     status = HTTPStatus.GATEWAY_TIMEOUT
     type = "timeout_error"
     default_code = "request_timeout"
+
+
+class InsufficientStorageError(APIError):
+    status = HTTPStatus.INSUFFICIENT_STORAGE
+    default_code = "insufficient_storage"

@@ -6,8 +6,9 @@ client that has gone refuses it. So, while there is no answer to send yet, an in
 `100 Continue` (which clients must skip, RFC 9110 section 15.2) is sent now and then.
 
 A client has `RECEIVE_SECONDS` to send a whole request (more, as long as it sends at least
-`RECEIVE_RATE`: uploads of adapters are large), and is cut off when it has taken nothing of
-its answer for `STALL_SECONDS`: else a few thousand of them would hold every file descriptor.
+`RECEIVE_RATE` and has no answer yet: uploads of adapters are large), and is cut off when it has
+taken nothing of its answer for `STALL_SECONDS`: else a few thousand of them would hold every file
+descriptor. Connections beyond `MAX_CONNECTIONS` are closed at once.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ PROBE_SECONDS = 0.25
 RECEIVE_SECONDS = 60.0
 RECEIVE_RATE = 2**17  # bytes a second
 STALL_SECONDS = 60.0
+MAX_CONNECTIONS = 2**14  # each may hold some 100 KiB of a request that is not whole
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -36,6 +38,8 @@ class HTTPProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.close()
         self._watch_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,7 +93,8 @@ class HTTPProtocol(H11Protocol):
 
     def _receive_timeout(self) -> None:
         more = self._received / RECEIVE_RATE
-        if more >= 1:  # it has earned so many seconds by what it sent
+        answered = self.conn.our_state is h11.DONE  # nobody wants the rest
+        if more >= 1 and not answered:  # it has earned so many seconds by what it sent
             self._received = 0
             self._receiving = self.loop.call_later(more, self._receive_timeout)
             return

@@ -29,8 +29,8 @@ from lorakeet.server.engine.messages import SamplingParams, TokenLogprob
 from lorakeet.server.engine.process_client import EngineProcess
 from lorakeet.server.errors import APIError, GenerationError
 from lorakeet.server.profiles import Profile
-from lorakeet.server.registry import Version
 from lorakeet.server.state import Server
+from lorakeet.server.versions import Version
 
 __all__ = ["LLM", "Choice", "RequestResult", "SamplingParams"]
 
@@ -231,7 +231,7 @@ async def _run(server: Server, jobs: Sequence[_Job], bar: "tqdm[Any]") -> list[R
 async def _check(server: Server, job: _Job, version: Version | None) -> ValidRequest:
     """Raises APIError or ValueError."""
     body = _wire(server.base_name, job.params)
-    profile = server.profile(version)
+    profile = await server.profile(version)
     sampling = admission.sampling_params(body, profile)
     text = job.prompt if isinstance(job.prompt, str) else None
     token_ids = await _tokens(server, profile, job.prompt)

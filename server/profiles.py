@@ -1,7 +1,8 @@
 """How requests of the base model or of an adapter are read and written.
 
 One rule: what an adapter's folder holds wins over its model's, a field of a request wins over both.
-Only EOS tokens add up. A profile belongs to one version of one adapter and is gone with it.
+Only EOS tokens add up. A profile belongs to one version of one adapter and is gone with it; its
+tokenizer may be out of memory while no request uses it.
 """
 
 from dataclasses import dataclass
@@ -25,23 +26,38 @@ def base_profile(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> Pro
 
 
 @dataclass(frozen=True)
+class AdapterProfile:
+    """A version's, with its tokenizer's digest (None: the model's) in place of the tokenizer."""
+
+    text: TextConfig
+    tokenizer: bytes | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def using(self, tokenizer: Tokenizer) -> Profile:
+        return Profile(self.text, tokenizer, self.vocab_size, self.eos_token_ids)
+
+
+@dataclass(frozen=True)
 class FolderProfile:
     """What an adapter's folder says, before the engine has read its weights."""
 
     text: TextConfig
+    digest: bytes | None
     tokenizer: Tokenizer
 
-    def over(self, base: Profile, vocab_size: int | None) -> Profile:
+    def over(self, base: Profile, vocab_size: int | None) -> AdapterProfile:
         """The adapter's profile. `vocab_size`: None, it has the model's."""
         size = base.vocab_size if vocab_size is None else vocab_size
         own_eos = _eos(self.text, self.tokenizer, size)
         eos = [*(token_id for token_id in base.eos_token_ids if token_id < size), *own_eos]
-        return Profile(self.text.over(base.text), self.tokenizer, size, tuple(dict.fromkeys(eos)))
+        text = self.text.over(base.text)
+        return AdapterProfile(text, self.digest, size, tuple(dict.fromkeys(eos)))
 
 
 def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:
     """Raises TextConfigError for a file that is there and cannot be used."""
-    return FolderProfile(read_text_config(folder), tokenizers.load(folder))
+    return FolderProfile(read_text_config(folder), *tokenizers.load(folder))
 
 
 def _eos(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Adapter names → versions. A version is one load of one folder; requests lease it while they run.
+"""Names → versions of adapters, which requests lease while they run.
 
 A name points to one version at a time. Replacing or unloading takes the version from its name at
 once; the engine is told when its last lease ends, so no request is ever sent for a freed adapter.
@@ -8,23 +8,19 @@ registrations of an earlier run, and aliases, which lead to another name.
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from lorakeet.configs.settings import Settings
-from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.server.adapter_state import Registration, State, StateFile
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
-from lorakeet.server.aliases import Aliases
+from lorakeet.server.aliases import Aliases, Target
 from lorakeet.server.catalog import Catalog, Unloaded
 from lorakeet.server.contents import Contents, Freed, Use
 from lorakeet.server.engine.client import Engine
-from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import (
     APIError,
     BadRequestError,
@@ -34,28 +30,13 @@ from lorakeet.server.errors import (
 )
 from lorakeet.server.leases import Leases, Retired
 from lorakeet.server.metrics import Metrics
-from lorakeet.server.profiles import Profile, read_profile
-from lorakeet.server.text_config import TextConfigError
+from lorakeet.server.profiles import Profile
 from lorakeet.server.uploads import Uploads
+from lorakeet.server.versions import Version, VersionReader
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Version:
-    number: int  # never used again
-    name: str
-    path: Path
-    pinned: bool
-    loaded: AdapterLoaded
-    profile: Profile  # already laid over the base model's
-    created: int  # Unix time
-    is_registered: bool  # by a client: it outlives the server if there is a state-dir
-
-    @property
-    def adapter_id(self) -> int:
-        """What the engine calls it; versions of equal content have the same."""
-        return self.loaded.adapter_id
+MAX_ADAPTERS = 100_000  # that clients can add to
 
 
 @dataclass(frozen=True)
@@ -66,8 +47,7 @@ class Loaded:
 
 
 class Registry:
-    base: Profile  # set once the model is loaded, as are the tokenizers
-    tokenizers: AdapterTokenizers
+    _reader: VersionReader  # set once the model is loaded
 
     def __init__(
         self,
@@ -86,11 +66,14 @@ class Registry:
         self._uploads = uploads
         self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
         self._contents = Contents(engine, self._discard)
-        self._numbers = itertools.count(1)
         self._versions: dict[str, Version] = {}
         self._leases = Leases(self._contents)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._lazy_loads: dict[str, asyncio.Task[None]] = {}
+
+    def use_model(self, base: Profile, tokenizers: AdapterTokenizers) -> None:
+        """The model is loaded: adapters can be."""
+        self._reader = VersionReader(self._contents, self._metrics, base, tokenizers)
 
     # --- names ------------------------------------------------------------------------------------
 
@@ -170,6 +153,13 @@ class Registry:
         with self._leases.hold(version):
             yield version
 
+    async def profile(self, version: Version) -> Profile:
+        """How requests of a version that is held are read and written. Raises BadRequestError."""
+        newest = self._versions.get(version.name)
+        if newest is not None and newest.number == version.number:
+            version = newest  # the same, but perhaps it lies elsewhere by now
+        return await self._reader.profile(version)
+
     async def _load_lazily(self, name: str) -> None:
         """All that wait for a name share one load, which goes on when a waiter is gone."""
         task = self._lazy_loads.get(name)
@@ -186,7 +176,7 @@ class Registry:
                 return
             try:
                 folder = await self.catalog.folder_of(found)
-                self._versions[name] = await self._read(
+                self._versions[name] = await self._reader.read(
                     name, folder, pinned=found.pinned, digest=found.digest
                 )
             except APIError as error:
@@ -202,7 +192,10 @@ class Registry:
         for name in adapters:
             self.catalog.check_name(name, "adapters")
         versions = await asyncio.gather(
-            *(self._read(name, path.resolve(), param=name) for name, path in adapters.items())
+            *(
+                self._reader.read(name, path.resolve(), param=name)
+                for name, path in adapters.items()
+            )
         )
         self._versions.update(zip(adapters, versions, strict=True))
 
@@ -214,8 +207,7 @@ class Registry:
         Raises what `load_folder` raises, ForbiddenError (outside the allowed roots, whether or not
         it exists) and NotFoundError.
         """
-        self.catalog.check_name(name, "lora_name")
-        self._check_untaken(name, load_inplace)
+        self._check_name(name, load_inplace)
         folder = await self.catalog.allowed(path)
         return await self.load_folder(name, folder, load_inplace, pinned)
 
@@ -224,17 +216,17 @@ class Registry:
     ) -> Loaded:
         """Raises BadRequestError (the name is taken or not allowed, the adapter is bad) and
         ConflictError (the name is an alias)."""
-        self.catalog.check_name(name, "lora_name")
+        self._check_name(name, load_inplace)
         async with self._lock(name):
-            self._check_untaken(name, load_inplace)
-            version = await self._read(
+            self._check_name(name, load_inplace)
+            version = await self._reader.read(
                 name, folder, pinned=pinned, param="lora_path", register=True
             )
             old, known = self._versions.get(name), self._forget(name)
             retired = Retired()
             if old is None:
                 changed = known is None or known.digest != version.loaded.digest
-            elif changed := not _is_same(old, version):
+            elif changed := not old.is_same(version):
                 retired = self._leases.retire(old)
             else:
                 version = await self._keep(old, version)
@@ -267,38 +259,6 @@ class Registry:
         await self.save()
         return await self._leases.freed(retired)
 
-    async def _read(
-        self,
-        name: str,
-        folder: Path,
-        *,
-        pinned: bool = False,
-        digest: str | None = None,
-        param: str = "model",
-        register: bool = False,
-    ) -> Version:
-        """`digest`: of a registration, the content that it must have."""
-        number = next(self._numbers)
-        try:
-            own = await asyncio.to_thread(read_profile, folder, self.tokenizers)
-            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
-        except AdapterNotFoundError as error:
-            raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
-        except (AdapterError, TextConfigError) as error:
-            message = f"The adapter {name!r} cannot be loaded: {error}"
-            raise BadRequestError(message, param=param, code="invalid_adapter") from None
-        self._metrics.adapter_loaded(name, loaded.seconds)
-        return Version(
-            number,
-            name,
-            folder,
-            pinned,
-            loaded,
-            own.over(self.base, loaded.vocab_size),
-            int(time.time()),
-            is_registered=register or digest is not None,
-        )
-
     async def _keep(self, old: Version, new: Version) -> Version:
         """The name has this content already: only its pin changes, and where it lies. That is the
         newest place: the old one may be gone."""
@@ -322,25 +282,68 @@ class Registry:
         """The folder of an upload stays until no state on the disk names it: a kill may come."""
         self._uploads.discard(folder, after=self.save)
 
-    @contextlib.asynccontextmanager
-    async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
-        """Meanwhile nothing is loaded or unloaded under these names."""
-        async with contextlib.AsyncExitStack() as locks:
-            for name in sorted(set(names)):
-                await locks.enter_async_context(self._lock(name))
-            yield
-
-    async def save(self) -> bool:
-        """Keep the names and aliases over a restart; whether they are."""
-        return await self._state_file.save(self._state)
-
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()
         return lock
 
+    def _check_name(self, name: str, load_inplace: bool) -> None:
+        """Whether something may be loaded under it."""
+        self.catalog.check_name(name, "lora_name")
+        if name in self.aliases:
+            message = f"There is an alias {name!r}"
+            raise ConflictError(message, param="lora_name", code="name_taken")
+        registered = self.catalog.registered
+        is_known = name in self._versions or name in registered
+        if not is_known and len(self._versions) + len(registered) >= MAX_ADAPTERS:
+            message = f"There are {MAX_ADAPTERS} adapters: unload some before you add others"
+            raise BadRequestError(message, param="lora_name", code="too_many_adapters")
+        if is_known and not load_inplace:
+            message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
+            raise BadRequestError(message, param="lora_name", code="adapter_exists")
+
+    # --- aliases ----------------------------------------------------------------------------------
+
+    async def put_alias(self, alias: str, targets: Sequence[Target]) -> None:
+        """Make an alias, or point it elsewhere: requests see all of the change, or nothing.
+
+        Raises BadRequestError (a name that no alias can have, targets that it cannot have),
+        ConflictError (an adapter has the name) and NotFoundError (a target does not exist).
+        """
+        names = [target.adapter for target in targets]
+        self.catalog.check_name(alias, "alias")
+        if len(set(names)) < len(names):
+            raise BadRequestError("A target is named twice", param="targets", code="invalid_value")
+        async with contextlib.AsyncExitStack() as locks:
+            for name in sorted({alias, *names}):  # meanwhile none of them is loaded or unloaded
+                await locks.enter_async_context(self._lock(name))
+            if alias not in self.aliases and await self.knows(alias):
+                message = f"There is an adapter {alias!r}"
+                raise ConflictError(message, param="alias", code="name_taken")
+            for name in names:
+                await self._check_target(name)
+            self.aliases.put(alias, targets)
+        await self.save()
+
+    async def remove_alias(self, alias: str) -> None:
+        """Raises NotFoundError."""
+        self.aliases.remove(alias)
+        await self.save()
+
+    async def _check_target(self, name: str) -> None:
+        if name in self.aliases:
+            message = f"The target {name!r} is an alias itself"
+            raise BadRequestError(message, param="targets", code="alias_of_alias")
+        if name != self.base_name and not await self.knows(name):
+            message = f"The target {name!r} does not exist"
+            raise NotFoundError(message, param="targets", code="adapter_not_found")
+
     # --- what outlives the server -----------------------------------------------------------------
+
+    async def save(self) -> bool:
+        """Keep the names and aliases over a restart; whether they are."""
+        return await self._state_file.save(self._state)
 
     def _state(self) -> State:
         registered = dict(self.catalog.registered)
@@ -370,15 +373,3 @@ class Registry:
                 await self.catalog.folder_of(Unloaded.of(known))
             except APIError as error:
                 logger.warning("%s, registered at %s: %s", name, known.path, error.message)
-
-    def _check_untaken(self, name: str, load_inplace: bool) -> None:
-        if name in self.aliases:
-            message = f"There is an alias {name!r}"
-            raise ConflictError(message, param="lora_name", code="name_taken")
-        if not load_inplace and (name in self._versions or name in self.catalog.registered):
-            message = f"The adapter {name!r} is already loaded: unload it, or use load_inplace"
-            raise BadRequestError(message, param="lora_name", code="adapter_exists")
-
-
-def _is_same(one: Version, other: Version) -> bool:
-    return one.loaded.digest == other.loaded.digest and one.profile == other.profile

@@ -19,11 +19,12 @@ from lorakeet.server.engine.messages import EngineStats
 from lorakeet.server.errors import APIError, BadRequestError, OverloadedError, UnavailableError
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import Profile, base_profile
-from lorakeet.server.registry import Registry, Version
+from lorakeet.server.registry import Registry
 from lorakeet.server.templates import TemplateRenderer
 from lorakeet.server.text_config import read_text_config
 from lorakeet.server.tokens import Tokenizer, TokenizerError
 from lorakeet.server.uploads import Uploads
+from lorakeet.server.versions import Version
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 
@@ -38,6 +39,7 @@ class Server:
     """Made before the model is there; `start` brings it up, `finish` ends what still runs."""
 
     tokenizer: Tokenizer  # the base model's
+    _profile: Profile  # the base model's
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
@@ -71,8 +73,8 @@ class Server:
         self.tokenizer, _ = await asyncio.gather(
             asyncio.to_thread(Tokenizer, folder), self.engine.start(folder)
         )
-        self.registry.tokenizers = AdapterTokenizers(self.tokenizer, folder)
-        self.registry.base = base_profile(text, self.tokenizer, self.engine.info.vocab_size)
+        self._profile = base_profile(text, self.tokenizer, self.engine.info.vocab_size)
+        self.registry.use_model(self._profile, AdapterTokenizers(self.tokenizer, folder))
         self.engine.on_death(lambda _: self.die())
         await self.registry.load_at_start()
         self.metrics.watch_engine(
@@ -109,9 +111,12 @@ class Server:
         finally:
             self._reserved -= num_choices
 
-    def profile(self, version: Version | None) -> Profile:
-        """How requests of an adapter, or of the base model, are read and written."""
-        return self.registry.base if version is None else version.profile
+    async def profile(self, version: Version | None) -> Profile:
+        """How requests of an adapter, or of the base model, are read and written.
+
+        Raises BadRequestError when its tokenizer has to be read again, and cannot be.
+        """
+        return self._profile if version is None else await self.registry.profile(version)
 
     async def encode(
         self, profile: Profile, text: str, param: str, add_special_tokens: bool = True
@@ -139,7 +144,7 @@ class Server:
             raise _tokenizer_failed(error, param) from None
 
     def renderer(self, template: str) -> TemplateRenderer:
-        is_base = template == self.registry.base.text.chat_template
+        is_base = template == self._profile.text.chat_template
         return self._renderer if is_base else self._adapter_renderer
 
     async def drained(self) -> None:

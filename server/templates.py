@@ -8,6 +8,7 @@ call that no thread can interrupt. `TemplateRenderer` therefore talks to a child
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import resource
 import signal
@@ -67,13 +68,21 @@ def render(template: str, variables: dict[str, Any], continue_final_message: boo
     TemplateError.
     """
     try:
-        text = _compile(template).render(variables)
+        text = _render(template, variables)
     except Exception as error:  # whatever a template can raise is the template's fault
         reason = str(error) or type(error).__name__  # a MemoryError says nothing
         raise TemplateError(f"the chat template failed: {reason}") from None
     return (
         _cut_after(text, variables["messages"][-1]["content"]) if continue_final_message else text
     )
+
+
+def _render(template: str, variables: dict[str, Any]) -> str:
+    with contextlib.suppress(MemoryError):
+        return _compile(template).render(variables)
+    _compile.cache_clear()  # perhaps the others that are kept took the room
+    gc.collect()  # they are cycles
+    return _compile(template).render(variables)
 
 
 def _cut_after(text: str, final: str) -> str:

@@ -1,6 +1,7 @@
 """What a model's or an adapter's folder says about text: chat template, special tokens, EOS."""
 
 import stat
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import orjson
 
 MAX_FILE_BYTES = 4 * 2**20
-
+MAX_TEXT = 2**18  # characters of a template and special tokens: each version keeps its own
+MAX_EOS = 1024  # tokens that end a sequence
 
 _NUMBERS = {  # of generation_config.json: lowest and highest value, as in the API
     "temperature": (0.0, 2.0),
@@ -72,8 +74,16 @@ def read_text_config(folder: Path) -> TextConfig:
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = _read_json(folder, "config.json").get("eos_token_id")
+    if len(template or "") + sum(map(len, (*special, *special.values()))) > MAX_TEXT:
+        raise TextConfigError(
+            f"the chat template and special tokens have more than {MAX_TEXT} characters"
+        )
     ids = eos if isinstance(eos, list) else [eos]
     eos_ids = tuple(i for i in ids if isinstance(i, int))
+    if len(eos_ids) > MAX_EOS:
+        raise TextConfigError(f"eos_token_id holds more than {MAX_EOS} tokens")
+    if template is not None:
+        template = sys.intern(template)  # most adapters have the same one
     return TextConfig(template, special, eos_ids, _defaults(generation))
 
 

@@ -3,15 +3,18 @@
     .upload-ID/   while it is being received; nothing is ever loaded from there
     upload-ID/    whole and durable; removed when nothing uses it any more
 
-What a crash leaves behind is removed at the next start.
+What a crash leaves behind is removed at the next start. A few come at a time, each is limited in
+size, and all that are kept are limited by their disk: `MIN_FREE` of it stays free.
 """
 
 import asyncio
+import contextlib
+import errno
 import logging
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +24,14 @@ from filelock import BaseFileLock
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from lorakeet.server.errors import APIError, BadRequestError, BodyTooLargeError, ForbiddenError
+from lorakeet.server.errors import (
+    APIError,
+    BadRequestError,
+    BodyTooLargeError,
+    ForbiddenError,
+    InsufficientStorageError,
+    OverloadedError,
+)
 from lorakeet.server.files import sync_file, sync_folder, take_folder
 
 logger = logging.getLogger(__name__)
@@ -34,6 +44,8 @@ FILES = frozenset(
 REQUIRED = ("adapter_config.json", "adapter_model.safetensors")
 FIELDS = frozenset(("name", "lora_name", "load_inplace", "pinned"))
 MAX_FIELD_BYTES = 1024
+MAX_RUNNING = 4  # uploads at once: each holds a block in memory and, while it writes, a thread
+MIN_FREE = 2**30  # bytes of the disk that no upload may take
 _FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
 _BLOCK = 2**20  # bytes that are handed to a thread at a time
 _OVERHEAD = 2**16  # bytes of a body that are not files
@@ -53,6 +65,7 @@ class Uploads:
         self._folder = None if folder is None else Path(folder).resolve()
         self._limit = limit
         self._lock: BaseFileLock | None = None
+        self._running = 0
         self._removals: set[asyncio.Task[None]] = set()
 
     def open(self, used: Collection[Path]) -> None:
@@ -73,28 +86,27 @@ class Uploads:
     async def receive(self, request: Request) -> Upload:
         """Write the body's files to a folder, which is then durable, and removed by `discard`.
 
-        Raises ForbiddenError when uploads are off, BodyTooLargeError, BadRequestError, and another
-        APIError when the disk fails; no failure, client that goes, or crash leaves anything behind
-        that could be loaded.
+        Raises ForbiddenError when uploads are off, OverloadedError, BodyTooLargeError,
+        InsufficientStorageError, BadRequestError, and another APIError when the disk fails; no
+        failure, client that goes, or crash leaves anything behind that could be loaded.
         """
         if self._folder is None:
             message = "Uploads are off: start the server with --adapter-upload-dir"
             raise ForbiddenError(message, code="uploads_disabled")
-        self._check_length(request.headers.get("content-length"))
+        length = self._announced(request)
         number = uuid.uuid4().hex
         temporary, final = self._folder / f".upload-{number}", self._folder / f"upload-{number}"
-        receiver = _Receiver(temporary, _boundary(request), self._limit)
-        try:
-            await _receive(request, receiver)
-            await asyncio.to_thread(_finish, receiver, final)
-        except BaseException as error:
-            await asyncio.shield(asyncio.to_thread(receiver.abandon))
-            self.discard(final)  # it has this name already when only the last sync has failed
-            if isinstance(error, OSError):
-                logger.error("an upload cannot be written: %s", error)
-                message = f"The upload cannot be written: {error.strerror}"
-                raise APIError(message, code="upload_failed") from None
-            raise
+        receiver = _Receiver(temporary, _boundary(request), self._limit, length)
+        with self._place():
+            try:
+                await _receive(request, receiver)
+                await asyncio.to_thread(_finish, receiver, final)
+            except BaseException as error:
+                await asyncio.shield(asyncio.to_thread(receiver.abandon))
+                self.discard(final)  # it has this name already when only the last sync has failed
+                if isinstance(error, OSError):
+                    raise _disk_failed(error) from None
+                raise
         return Upload(final, receiver.fields)
 
     def discard(self, folder: Path, after: Callable[[], Awaitable[bool]] | None = None) -> None:
@@ -115,9 +127,24 @@ class Uploads:
     def owns(self, folder: Path) -> bool:
         return folder.parent == self._folder
 
-    def _check_length(self, header: str | None) -> None:
-        if header is not None and header.isdecimal() and int(header) > self._limit + _OVERHEAD:
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._running >= MAX_RUNNING:
+            message = f"{MAX_RUNNING} uploads are being received: try again later"
+            raise OverloadedError(message, code="too_many_uploads")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    def _announced(self, request: Request) -> int:
+        """How many bytes are to come; 0 when that is not known."""
+        header = request.headers.get("content-length", "")
+        length = int(header) if header.isdecimal() else 0
+        if length > self._limit + _OVERHEAD:
             raise _too_large(self._limit)
+        return length
 
 
 async def _receive(request: Request, receiver: "_Receiver") -> None:
@@ -148,13 +175,22 @@ def _too_large(limit: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"The upload is larger than {limit} bytes (--adapter-upload-limit)")
 
 
+def _disk_failed(error: OSError) -> APIError:
+    logger.error("an upload cannot be written: %s", error)
+    message = f"The upload cannot be written: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return InsufficientStorageError(message)
+    return APIError(message, code="upload_failed")
+
+
 class _Receiver:
     """Takes a multipart body in pieces: files go to the folder, fields are kept. No event loop."""
 
-    def __init__(self, folder: Path, boundary: bytes, limit: int) -> None:
+    def __init__(self, folder: Path, boundary: bytes, limit: int, announced: int) -> None:
         self.folder = folder
         self.fields: dict[str, str] = {}
         self._limit = limit
+        self._announced = announced
         self._num_bytes = 0  # of files
         self._num_received = 0
         self._is_complete = False
@@ -177,7 +213,8 @@ class _Receiver:
         )
 
     def feed(self, data: bytes) -> None:
-        """Raises BadRequestError, BodyTooLargeError, and OSError when the disk is full."""
+        """Raises BadRequestError, BodyTooLargeError, InsufficientStorageError, and OSError."""
+        self._check_free(max(len(data), self._announced - self._num_received))
         self.folder.mkdir(exist_ok=True)
         self._num_received += len(data)
         if self._num_received > self._limit + _OVERHEAD:  # also behind the end, where none is read
@@ -187,6 +224,15 @@ class _Receiver:
         except MultipartParseError as error:
             message = f"The multipart body is damaged: {error}"
             raise BadRequestError(message, code="invalid_body") from None
+
+    def _check_free(self, wanted: int) -> None:
+        """Before each block: others write to this disk, too."""
+        if shutil.disk_usage(self.folder.parent).free < MIN_FREE + wanted:
+            message = (
+                "The upload does not fit on the disk of --adapter-upload-dir, "
+                f"where {MIN_FREE} bytes must stay free"
+            )
+            raise InsufficientStorageError(message)
 
     def finish(self) -> None:
         """All has come: check it, and make it durable."""

@@ -8,9 +8,10 @@ from lorakeet.server.api.schemas import LoadRequest, UnloadRequest, read_body
 from lorakeet.server.catalog import Unloaded
 from lorakeet.server.engine.messages import AdapterState
 from lorakeet.server.errors import BadRequestError, NotFoundError
-from lorakeet.server.registry import Loaded, Version
+from lorakeet.server.registry import Loaded
 from lorakeet.server.state import Server, server_of
 from lorakeet.server.uploads import Upload
+from lorakeet.server.versions import Version
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 

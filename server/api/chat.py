@@ -15,9 +15,9 @@ from lorakeet.server.blends import select
 from lorakeet.server.errors import BadRequestError
 from lorakeet.server.generation import Choice, Delta, ScoredToken, Usage
 from lorakeet.server.profiles import Profile
-from lorakeet.server.registry import Version
 from lorakeet.server.state import Server, server_of
 from lorakeet.server.templates import TemplateError
+from lorakeet.server.versions import Version
 
 _RESERVED = {"messages", "add_generation_prompt", "tools", "documents"}
 
@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
 
     async def prepare(version: Version | None) -> ValidRequest:
-        profile = server.profile(version)
+        profile = await server.profile(version)
         sampling = admission.sampling_params(body, profile)
         token_ids = await chat_tokens(
             server,

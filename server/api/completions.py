@@ -16,8 +16,8 @@ from lorakeet.server.engine.messages import TokenLogprob
 from lorakeet.server.errors import BadRequestError
 from lorakeet.server.generation import Choice, Delta, ScoredToken, Usage
 from lorakeet.server.profiles import Profile
-from lorakeet.server.registry import Version
 from lorakeet.server.state import Server, server_of
+from lorakeet.server.versions import Version
 
 
 async def completions(request: Request) -> Response:
@@ -26,7 +26,7 @@ async def completions(request: Request) -> Response:
     prompts = _split_prompt(body)
 
     async def prepare(version: Version | None) -> ValidRequest:
-        profile = server.profile(version)
+        profile = await server.profile(version)
         sampling = admission.sampling_params(body, profile)
         return ValidRequest(
             id=f"cmpl-{uuid.uuid4().hex}",

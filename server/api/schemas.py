@@ -12,10 +12,14 @@ from lorakeet.server.engine.messages import MAX_BLEND, MAX_LOGPROBS
 from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
+MAX_VALUES = 2**20  # in one body: their number, not their size, is what takes long to read
+MAX_FAULTS = 1000  # that are described: it takes much longer than finding them
 _NESTED = {"messages", "stream_options", "adapters", "targets"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
 
 WireModel = TypeVar("WireModel", bound="Wire")
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]  # one fault is enough: there may be millions
 
 
 class Wire(BaseModel):
@@ -65,8 +69,8 @@ class GenerationRequest(Wire):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
@@ -89,7 +93,7 @@ class TextPart(Wire):
 
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
     name: str | None = None
     tool_calls: Annotated[Any, _only([])] = None
     tool_call_id: Annotated[Any, _only()] = None
@@ -107,7 +111,7 @@ class Message(Wire):
 
 
 class Conversation(Wire):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -133,7 +137,7 @@ class ChatRequest(Conversation, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[Any, _only(1)] = None
@@ -146,7 +150,7 @@ class TokenizeRequest(Wire):
     model: str | None = None
     adapter: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -157,7 +161,7 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     model: str | None = None
     adapter: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 class LoadRequest(Wire):
@@ -192,6 +196,8 @@ async def read_body(request: Request, model: type[WireModel]) -> WireModel:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"The body is larger than {MAX_BODY_BYTES} bytes")
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those in texts count, too
+        raise HTTPException(413, f"The body holds more than {MAX_VALUES} values")
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:
@@ -199,6 +205,9 @@ async def read_body(request: Request, model: type[WireModel]) -> WireModel:
 
 
 def _bad_request(error: ValidationError) -> BadRequestError:
+    if error.error_count() > MAX_FAULTS:
+        message = f"More than {MAX_FAULTS} fields of the body are wrong"
+        return BadRequestError(message, code="invalid_value")
     details = error.errors(include_url=False, include_input=False)
     first = details[0]
     param = _param(first)

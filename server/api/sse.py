@@ -31,9 +31,9 @@ from lorakeet.server.errors import (
     UnavailableError,
 )
 from lorakeet.server.generation import Choice, Delta, Generation, ScoredToken, Usage
-from lorakeet.server.registry import Version
 from lorakeet.server.state import Server
 from lorakeet.server.tokens import TokenizerError
+from lorakeet.server.versions import Version
 
 logger = logging.getLogger(__name__)
 

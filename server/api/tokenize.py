@@ -19,7 +19,7 @@ async def tokenize(request: Request) -> Response:
         raise BadRequestError("Send either prompt or messages", param="prompt")
     adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
     async with server.registry.lease(adapter) as version:
-        profile = server.profile(version)
+        profile = await server.profile(version)
         token_ids = await _tokens(server, profile, body)
     answer = {
         "count": len(token_ids),
@@ -57,5 +57,5 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     adapter = await server.registry.resolve(body.model or server.base_name, body.adapter)
     async with server.registry.lease(adapter) as version:
-        text = await server.decode(server.profile(version), body.tokens, "tokens")
+        text = await server.decode(await server.profile(version), body.tokens, "tokens")
     return JSONResponse({"prompt": text})

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lorakeet.server import aliases
 from lorakeet.server.aliases import Aliases, Target
 from support.toy_server import ToyServer, adapter_folder, toy_server
 
@@ -159,6 +160,17 @@ def test_refused(toy: ToyServer, alias: str, targets: list[Any], expected: tuple
         assert code(response) == expected
     assert served(toy, "prod") == "a3"
     assert [one["id"] for one in toy.http.get("/v1/aliases").json()["data"]] == ["prod"]
+
+
+def test_their_number_is_bounded(toy: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aliases, "MAX_ALIASES", 2)
+    assert [put(toy, name, "a3").status_code for name in ("one", "two")] == [200, 200]
+    assert code(put(toy, "three", "a3")) == (400, "too_many_aliases")
+    assert put(toy, "two", "a5").status_code == 200
+    assert served(toy, "two") == "a5"
+    assert code(ask(toy, "three")) == (404, "model_not_found")
+    toy.http.delete("/v1/aliases/one")
+    assert put(toy, "three", "a3").status_code == 200
 
 
 def test_names_are_taken_both_ways(toy: ToyServer, root: Path) -> None:

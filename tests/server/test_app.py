@@ -13,7 +13,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lorakeet.server.app import create_app
+from lorakeet.server.app import MAX_LOGGED, create_app
 from lorakeet.server.engine.messages import EngineStats
 from lorakeet.server.metrics import MAX_ADAPTER_LABELS, OTHER, Metrics
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
@@ -145,6 +145,15 @@ def test_a_line_a_request(toy: ToyServer, caplog: pytest.LogCaptureFixture) -> N
     assert {key: line[key] for key in wanted} == wanted
     assert 0 <= line["ttft"] <= line["seconds"]
     assert "secret" not in str(line)
+
+
+def test_a_line_is_bounded(toy: ToyServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lorakeet.request"):
+        assert toy.http.request("X" * 10**4, "/" + "x" * 10**4).status_code == 404
+        toy.wait_idle()
+    line = caplog.records[0].msg
+    assert isinstance(line, dict)
+    assert (line["method"], line["path"]) == ("X" * MAX_LOGGED, "/" + "x" * (MAX_LOGGED - 1))
 
 
 # --- metrics --------------------------------------------------------------------------------------

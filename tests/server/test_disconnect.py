@@ -1,6 +1,7 @@
 """Clients that go, half-close or are too many: over raw sockets, until everything is free again."""
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from lorakeet.server import app
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
 
 COMPLETIONS = "/v1/completions"
@@ -115,7 +117,6 @@ def test_many_clients_that_go(toy: ToyServer) -> None:
     for number in range(60):
         connect(toy, stream=bool(number % 2), n=1 + number % 3).close()
     toy.wait_idle()
-    assert toy.server.running == 0
 
 
 def test_a_reset_connection(toy: ToyServer) -> None:
@@ -126,6 +127,49 @@ def test_a_reset_connection(toy: ToyServer) -> None:
     connection.close()
     toy.wait_idle()
     assert len(toy.engine.aborted) == 1
+
+
+def test_bodies_of_all_requests_are_bounded(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they run, wait or are being received; who is answered, or goes, makes room."""
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 5000)
+    running = connect(toy, user="x" * 2000, stream=True)
+    waiting = connect(toy, user="x" * 2000, n=3)
+    until(lambda: len(toy.engine.running) == 2 and len(toy.engine.waiting) == 2)
+    body = {"model": "base", "prompt": [40], "max_tokens": 1, "user": "x" * 1000}
+    refused = toy.http.post(COMPLETIONS, json=body)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "bodies_too_large"
+    assert refused.headers["retry-after"]
+    assert toy.http.get("/health").status_code == 200
+    assert toy.http.post(COMPLETIONS, json={**body, "model": "nope", "user": ""}).status_code == 404
+    for connection in (running, waiting):
+        connection.close()
+    toy.wait_idle()
+    for _ in range(6):
+        assert toy.http.post(COMPLETIONS, json=body).status_code == 200
+
+
+def test_connections_are_bounded(toy: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorakeet.server.http.MAX_CONNECTIONS", 2)
+    toy.http.close()
+    address = ("127.0.0.1", toy.port)
+    others = [socket.create_connection(address, timeout=10) for _ in range(2)]
+    with socket.create_connection(address, timeout=10) as connection:
+        assert read_all(connection) == b""
+    for other in others:
+        other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert read_all(other).startswith(b"HTTP/1.1 200")
+        other.close()
+    with httpx.Client(base_url=toy.url) as client:
+        until(lambda: _is_served(client))
+
+
+def _is_served(client: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+        return client.get("/health").status_code == 200
+    return False
 
 
 # --- clients that stand still ---------------------------------------------------------------------
@@ -153,6 +197,22 @@ def test_a_request_that_never_comes_whole(
         data = read_all(connection)
     assert data.count(b"HTTP/1.1 408") == 1
     assert b'"code":"request_timeout"' in data
+    toy.wait_idle()
+
+
+def test_what_nobody_wants_is_not_received_for_ever(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that goes on, fast enough for an upload, after it was refused."""
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", toy.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+            b"content-type: text/plain\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):  # it ends so
+            while True:
+                connection.sendall(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
     toy.wait_idle()
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from lorakeet.server import adapter_tokenizers
 from lorakeet.server.admission import DEFAULT_COMPLETION_TOKENS
+from lorakeet.server.tokens import Tokenizer
 from support.models import END_ID, EOS_ID, TOKENIZER_SIZE, VOCAB_SIZE
-from support.toy_server import MAX_MODEL_LEN, ToyServer, adapter_folder, toy_server
+from support.toy_server import MAX_MODEL_LEN, ToyEngine, ToyServer, adapter_folder, toy_server
 from support.vocabularies import GROWN, SHRUNK, add_tokens
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -50,6 +52,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(toy_model: Path, root: Path) -> Iterator[ToyServer]:
     with toy_server(toy_model, adapter_dirs=[root]) as server:
         yield server
+
+
+def tokenizer_of(server: ToyServer, name: str) -> Tokenizer:
+    version = server.server.registry.find(name)
+    assert version is not None
+    return server.call(server.server.profile(version)).tokenizer
+
+
+def alive(server: ToyServer) -> list[Tokenizer]:
+    """Tokenizers of adapters that are in memory."""
+    return list(server.server.registry._reader._tokenizers._kept._alive.values())
 
 
 def post(server: ToyServer, path: str, **body: Any) -> httpx.Response:
@@ -107,9 +120,7 @@ def test_a_tokenizer_that_fails_at_what_was_generated(
         raise PanicException("index out of bounds")
 
     backend = SimpleNamespace(decode=fail)
-    version = server.server.registry.find("smile")
-    assert version is not None
-    monkeypatch.setattr(version.profile.tokenizer, "_tokenizer", backend)
+    monkeypatch.setattr(tokenizer_of(server, "smile"), "_tokenizer", backend)
     response = post(server, COMPLETIONS, model="smile", prompt=[5], max_tokens=3, **fields)
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "generation_failed"
@@ -264,22 +275,106 @@ def test_adapters_in_turn_and_at_once(server: ToyServer) -> None:
         list(threads.map(ask, range(48)))
 
 
-def test_a_tokenizer_goes_with_its_version(toy_model: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_goes_when_its_version_has_gone(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = add_tokens(adapter_folder(tmp_path / "one", 0, vocab_size=GROWN), "<one>")
     with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
         complete(server, "one", "<one>")
-        version = server.server.registry.find("one")
-        assert version is not None
-        gone = weakref.ref(version.profile.tokenizer)
-        del version
+        gone = weakref.ref(tokenizer_of(server, "one"))
         add_tokens(adapter_folder(folder, 1, vocab_size=GROWN), "<two>")
         body = {"lora_name": "one", "lora_path": str(folder), "load_inplace": True}
         assert post(server, "/v1/load_lora_adapter", **body).status_code == 200
         found = post(server, "/tokenize", model="one", prompt="<two>").json()["tokens"]
         assert found == [0, VOCAB_SIZE]
         server.wait_idle()
+        monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 0)
+        complete(server, "one", "<two>")
+        server.wait_idle()
         gc.collect()
         assert gone() is None
+
+
+def test_tokenizers_that_are_not_in_use_are_read_again(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for two of six. All requests get their own adapter's tokens."""
+    names = [f"a{i}" for i in range(6)]
+    for name in names:
+        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    size = Tokenizer.from_json((tmp_path / "a0" / "tokenizer.json").read_bytes()).num_bytes
+    monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 2 * size)
+    with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
+
+        def ask(number: int) -> None:
+            name = names[number % 6]
+            answer = complete(server, name, f"<{name}>", max_tokens=2, stop_token_ids=[VOCAB_SIZE])
+            assert answer["usage"]["prompt_tokens"] == 2
+            body = {"model": name, "tokens": [VOCAB_SIZE]}
+            assert post(server, "/detokenize", **body).json() == {"prompt": f"<{name}>"}
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, range(60)))
+        server.wait_idle()
+        gc.collect()
+        assert len(alive(server)) <= 2
+
+
+def test_one_in_use_stays_however_little_room_there_is(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 0)
+    for name in ("a", "b"):
+        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    engine = ToyEngine(step_seconds=0.01)
+    with toy_server(toy_model, engine, adapter_dirs=[tmp_path]) as server:
+        body = {"model": "a", "prompt": [VOCAB_SIZE], "max_tokens": 50, "stream": True}
+        with server.http.stream("POST", COMPLETIONS, json=body) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+            texts = [json.loads(next(lines)[6:])["choices"][0]["text"]]
+            (tmp_path / "a" / "tokenizer.json").unlink()
+            complete(server, "b", "<b>", max_tokens=1)
+            assert len(alive(server)) >= 1
+            texts += [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+        assert "".join(texts) == "<a>" * 50
+
+
+@pytest.mark.parametrize("becomes", ["gone", "another", "broken", "the model's"])
+def test_a_folder_whose_tokenizer_has_changed_hurts_only_its_own_requests(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    for name in ("one", "other"):
+        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
+        complete(server, "one", "<one>")
+        monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 0)
+        complete(server, "other", "<other>")
+        server.wait_idle()
+        gc.collect()
+        file = tmp_path / "one" / "tokenizer.json"
+        good = file.read_bytes()
+        if becomes == "gone":
+            file.unlink()
+        elif becomes == "another":
+            add_tokens(tmp_path / "one", "<evil>")
+        else:
+            model = toy_model / "tokenizer.json"
+            file.write_bytes(b"{" if becomes == "broken" else model.read_bytes())
+        for path, body in (
+            (COMPLETIONS, {"prompt": "a"}),
+            (COMPLETIONS, {"prompt": [5], "stream": True}),
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [5]}),
+        ):
+            response = post(server, path, model="one", **body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == ("model", "invalid_adapter")
+            assert "'one' cannot be used: tokenizer.json" in error["message"]
+        complete(server, "base", "a")
+        complete(server, "other", "<other>")
+        file.write_bytes(good)
+        complete(server, "one", "<one>")
 
 
 BAD_FILES: list[tuple[str, str]] = [

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorakeet.server import adapter_roots
+from lorakeet.server import adapter_roots, registry
 from support.toy_server import ToyServer, adapter_folder, toy_server
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -322,6 +322,20 @@ def test_exactly_one_of_many_loads_wins(toy: ToyServer, source: Path) -> None:
         statuses = sorted(pool.map(lambda _: unload(toy, "x").status_code, range(8)))
         assert statuses == [200] + [404] * 7
     assert not toy.engine.adapters
+
+
+def test_the_number_of_names_is_bounded(
+    toy: ToyServer, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_ADAPTERS", 2)
+    path = str(adapter_folder(source, 3))
+    assert [load(toy, name, path).status_code for name in ("a", "b")] == [200, 200]
+    refused = load(toy, "c", path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "too_many_adapters"
+    assert load(toy, "b", path, load_inplace=True).status_code == 200
+    assert unload(toy, "a").status_code == 200
+    assert load(toy, "c", path).status_code == 200
 
 
 def test_no_locks_are_kept(toy: ToyServer, source: Path) -> None:

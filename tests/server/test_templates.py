@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lorakeet.server.templates import TemplateError, TemplateRenderer, render
-from lorakeet.server.text_config import TextConfigError, read_text_config
+from lorakeet.server.text_config import MAX_EOS, MAX_TEXT, TextConfigError, read_text_config
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -106,6 +106,19 @@ def test_bombs_are_contained_and_the_next_one_renders(template: str) -> None:
         ticking.cancel()
         assert ticks > 0  # the event loop ran on
         assert await renderer.render("{{ x }}é", {"x": "y" * 200_000}) == "y" * 200_000 + "é"
+        await renderer.close()
+
+    asyncio.run(run())
+
+
+def test_templates_that_are_kept_take_no_room_from_others() -> None:
+    """Each is compiled to a constant of 120 MB, and most templates are kept in that form."""
+
+    async def run() -> None:
+        renderer = TemplateRenderer()
+        for number in range(8):
+            template = f"{{% if x %}}{{{{ '{number} ' * (6 * 10 ** 7) }}}}{{% endif %}}{number}"
+            assert await renderer.render(template, {}) == str(number)
         await renderer.close()
 
     asyncio.run(run())
@@ -210,6 +223,32 @@ def test_eos_ids(tmp_path: Path, value: object, ids: tuple[int, ...]) -> None:
 def test_bad_files_are_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(TextConfigError, match="tokenizer_config"):
         read_text_config(write(tmp_path, tokenizer_config__json=content))
+
+
+def test_texts_that_are_too_long_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("x" * (MAX_TEXT - 2))
+    read_text_config(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(TextConfigError, match="more than 262144 characters"):
+        read_text_config(tmp_path)
+    config.write_text(json.dumps({"chat_template": "x" * (MAX_TEXT + 1)}))
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(TextConfigError, match="more than 262144 characters"):
+        read_text_config(tmp_path)
+    config.unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [*range(MAX_EOS + 1)]}))
+    with pytest.raises(TextConfigError, match="eos_token_id holds more than 1024"):
+        read_text_config(tmp_path)
+
+
+def test_equal_templates_share_memory(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}" * 10
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+    one, other = (read_text_config(tmp_path / name).chat_template for name in ("a", "b"))
+    assert one is other
 
 
 def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Uploads over the wire: what is taken, what is refused, and what is left on the disk after all."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -7,12 +8,14 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lorakeet.server import uploads
 from lorakeet.server.files import FolderError
 from lorakeet.server.uploads import Uploads
 from support.toy_server import ToyServer, adapter_folder, toy_server
@@ -228,10 +231,102 @@ def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         response = upload(toy)
-    assert code(response) == (500, "upload_failed")
+    assert code(response) == (507, "insufficient_storage")
     assert "No space left" in response.json()["error"]["message"]
     assert settled(store, 0)
     assert upload(toy).status_code == 200
+
+
+def test_a_part_of_the_disk_stays_free(
+    toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads, "MIN_FREE", 2**62)
+        response = upload(toy)
+    assert code(response) == (507, "insufficient_storage")
+    assert f"where {2**62} bytes must stay free" in response.json()["error"]["message"]
+    assert folders(store) == []
+    assert shift(toy, "x") == -1
+    assert upload(toy).status_code == 200
+
+
+def test_a_disk_that_fills_up_meanwhile(
+    toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_BLOCK", 1000)
+    with begun(toy) as connection:
+        assert settled(store, 1)
+        monkeypatch.setattr(uploads, "MIN_FREE", 2**62)
+        connection.sendall(b"1000\r\n" + b"w" * 0x1000 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 507")
+    assert settled(store, 0)
+
+
+def test_few_at_a_time(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who goes leaves the place to others."""
+    monkeypatch.setattr(uploads, "_BLOCK", 1000)
+    with contextlib.ExitStack() as stack:
+        for _ in range(uploads.MAX_RUNNING):
+            stack.enter_context(begun(toy))
+        assert settled(store, uploads.MAX_RUNNING)
+        refused = upload(toy)
+        assert code(refused) == (429, "too_many_uploads")
+        assert refused.headers["retry-after"]
+        assert shift(toy, "base") == 0
+    assert settled(store, 0)
+    assert upload(toy).status_code == 200
+
+
+def test_one_that_stands_still_is_ended(
+    toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.3)
+    with begun(toy) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+    assert settled(store, 0)
+    for _ in range(200):  # its place is free
+        if toy.server.uploads._running == 0:
+            return
+        time.sleep(0.01)
+    raise AssertionError
+
+
+def test_many_of_one_name_at_once(toy: ToyServer, store: Path) -> None:
+    """One wins; whoever is refused leaves nothing. In place, the last one wins."""
+
+    def send(number: int) -> tuple[int, str]:
+        with httpx.Client(base_url=toy.url, timeout=20) as client:
+            while True:
+                response = client.post(
+                    ADAPTERS, data={"name": "x", "load_inplace": inplace}, files=files(number)
+                )
+                if response.status_code != 429:
+                    return response.status_code, response.text
+
+    for inplace in ("false", "true"):
+        with ThreadPoolExecutor(8) as threads:
+            statuses = [status for status, _ in threads.map(send, range(1, 9))]
+        assert statuses.count(200) == (1 if inplace == "false" else 8), statuses
+        assert set(statuses) <= {200, 400}
+        assert settled(store, 1)
+        (folder,) = folders(store)
+        assert toy.http.get(f"{ADAPTERS}/x").json()["path"] == str(folder)
+        assert json.loads((folder / "adapter_config.json").read_bytes())["k"] == shift(toy, "x")
+        assert len(toy.engine.adapters) == 1
+
+
+@contextlib.contextmanager
+def begun(toy: ToyServer) -> Iterator[socket.socket]:
+    """An upload of unknown length, of which something has come."""
+    head = b'content-disposition: form-data; name="f"; filename="adapter_config.json"'
+    with socket.create_connection(("127.0.0.1", toy.port), timeout=20) as connection:
+        connection.sendall(
+            f"POST {ADAPTERS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+            "content-type: multipart/form-data; boundary=b\r\n\r\n".encode()
+        )
+        data = b"--b\r\n" + head + b"\r\n\r\n" + b"w" * 2000
+        connection.sendall(b"%x\r\n%b\r\n" % (len(data), data))
+        yield connection
 
 
 def test_off_unless_there_is_a_folder(toy_model: Path, tmp_path: Path) -> None:

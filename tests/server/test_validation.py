@@ -4,7 +4,19 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from lorakeet.server.api.schemas import (
+    MAX_FAULTS,
+    MAX_VALUES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Wire,
+)
+from lorakeet.server.engine.messages import MAX_BLEND
+from lorakeet.server.errors import MAX_CHARS
 from support.toy_server import ToyServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -253,6 +265,56 @@ def test_bodies_that_are_no_object(toy: ToyServer, content: bytes) -> None:
         response = toy.http.post(path, content=content, headers=headers)
         assert response.status_code == 400
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [None] * 100}),
+        (CompletionRequest, {"prompt": [[None] * 100] * 100}),
+        (CompletionRequest, {"prompt": "a", "stop": [5] * 100}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 100}),
+        (CompletionRequest, {"prompt": "a", "adapters": [5] * 100}),
+        (ChatRequest, {"messages": [5] * 100}),
+        (ChatRequest, {"messages": [{**MESSAGE, "content": [5] * 100}]}),
+        (TokenizeRequest, {"messages": [5] * 100}),
+        (DetokenizeRequest, {"tokens": ["a"] * 100}),
+    ],
+)
+def test_a_list_has_one_fault_at_most(model: type[Wire], body: dict[str, Any]) -> None:
+    """For each type that it may have; millions would take gigabytes and minutes."""
+    with pytest.raises(ValidationError) as info:
+        model.model_validate_json(json.dumps({"model": "base", **body}))
+    assert info.value.error_count() <= max(4, MAX_BLEND)
+
+
+def test_many_faults_are_not_described(toy: ToyServer) -> None:
+    for count, param in ((MAX_FAULTS, "x0"), (MAX_FAULTS + 1, None)):
+        error = refused(toy, COMPLETIONS, {f"x{i}": 1 for i in range(count)})
+        assert error["param"] == param
+    error = refused(toy, CHAT, {"logit_bias": {str(i): "a" for i in range(MAX_FAULTS + 1)}})
+    assert error["message"] == f"More than {MAX_FAULTS} fields of the body are wrong"
+
+
+@pytest.mark.parametrize("item", ["1,", "[],", "{},"])
+def test_bodies_of_many_values_are_not_read(toy: ToyServer, item: str) -> None:
+    content = '{"model": "base", "prompt": [' + item * (MAX_VALUES // len(item)) * 2 + "1]}"
+    headers = {"content-type": "application/json"}
+    response = toy.http.post(COMPLETIONS, content=content, headers=headers)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+    assert f"more than {MAX_VALUES} values" in response.json()["error"]["message"]
+
+
+def test_what_was_sent_does_not_come_back_whole(toy: ToyServer) -> None:
+    error = refused(toy, CHAT, {"x" * 10**6: 1})
+    assert error["message"] == "Unknown field: " + "x" * (MAX_CHARS - 15) + "…"
+    assert error["param"] == "x" * MAX_CHARS + "…"
+    error = refused(toy, CHAT, {"adapter": "x" * 10**6}, 404)
+    assert len(error["message"]) < 500
 
 
 def test_half_of_a_surrogate_is_refused(toy: ToyServer) -> None:

@@ -1,0 +1,99 @@
+"""Versions: one load of one folder under one name, and how its requests are read and written."""
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.contents import Contents, Use
+from lorakeet.server.engine.messages import AdapterLoaded
+from lorakeet.server.errors import BadRequestError, NotFoundError
+from lorakeet.server.metrics import Metrics
+from lorakeet.server.profiles import AdapterProfile, Profile, read_profile
+from lorakeet.server.text_config import TextConfigError
+
+
+@dataclass(frozen=True)
+class Version:
+    number: int  # never used again
+    name: str
+    path: Path
+    pinned: bool
+    loaded: AdapterLoaded
+    profile: AdapterProfile  # already laid over the base model's
+    created: int  # Unix time
+    is_registered: bool  # by a client: it outlives the server if there is a state-dir
+
+    @property
+    def adapter_id(self) -> int:
+        """What the engine calls it; versions of equal content have the same."""
+        return self.loaded.adapter_id
+
+    def is_same(self, other: "Version") -> bool:
+        """No request could tell them apart."""
+        return self.loaded.digest == other.loaded.digest and self.profile == other.profile
+
+
+class VersionReader:
+    """Made once the model is loaded."""
+
+    def __init__(
+        self, contents: Contents, metrics: Metrics, base: Profile, tokenizers: AdapterTokenizers
+    ) -> None:
+        self._contents = contents
+        self._metrics = metrics
+        self._base = base
+        self._tokenizers = tokenizers
+        self._numbers = itertools.count(1)
+
+    async def read(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        pinned: bool = False,
+        digest: str | None = None,
+        param: str = "model",
+        register: bool = False,
+    ) -> Version:
+        """Read the folder into the engine; the version uses its content from now on.
+
+        `digest`: of a registration, the content that it must have. Raises NotFoundError and
+        BadRequestError.
+        """
+        number = next(self._numbers)
+        try:
+            own = await asyncio.to_thread(read_profile, folder, self._tokenizers)
+            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
+        except AdapterNotFoundError as error:
+            raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
+        except (AdapterError, TextConfigError) as error:
+            message = f"The adapter {name!r} cannot be loaded: {error}"
+            raise BadRequestError(message, param=param, code="invalid_adapter") from None
+        self._metrics.adapter_loaded(name, loaded.seconds)
+        return Version(
+            number,
+            name,
+            folder,
+            pinned,
+            loaded,
+            own.over(self._base, loaded.vocab_size),
+            int(time.time()),
+            is_registered=register or digest is not None,
+        )
+
+    async def profile(self, version: Version) -> Profile:
+        """With its tokenizer. Raises BadRequestError when that was put out of memory, and the
+        folder does not hold it any more."""
+        digest, tokenizers = version.profile.tokenizer, self._tokenizers
+        tokenizer = tokenizers.at_hand(digest)
+        if tokenizer is None:
+            try:
+                tokenizer = await asyncio.to_thread(tokenizers.load_again, version.path, digest)
+            except TextConfigError as error:
+                message = f"The adapter {version.name!r} cannot be used: {error}"
+                raise BadRequestError(message, param="model", code="invalid_adapter") from None
+        return version.profile.using(tokenizer)
