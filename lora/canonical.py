@@ -1,6 +1,6 @@
 """The modules of a PEFT file → an `Adapter` in canonical form, checked against the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -60,14 +60,15 @@ def pack(
     vectors: Vectors,
     specs: Sequence[GroupSpec],
     dtype: torch.dtype,
+    digest: Callable[[], str],
     *,
     pin_memory: bool = False,
 ) -> Adapter:
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
     Modules and vectors are whole; laid out is what the rank of `specs` holds. Scale and DoRA's
-    factor are multiplied into B in float32, before the rounding to `dtype`. Raises AdapterError
-    when a value is too large for `dtype`.
+    factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last.
+    Raises AdapterError when a value is too large for `dtype`.
     """
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
@@ -85,7 +86,7 @@ def pack(
         groups[plan.spec.name] = weights
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
     return Adapter(
-        digest=found.digest,
+        digest=digest(),
         rank=found.rank,
         groups=groups,
         modules=tuple(sorted(changed)),

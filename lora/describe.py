@@ -78,7 +78,7 @@ def describe(folder: Path, specs: Sequence[GroupSpec], *, max_rank: int) -> Desc
     for module in found.modules:
         layers.setdefault((module.name, module.scaling, _kind(module)), []).append(module.layer)
     return Description(
-        digest=found.digest,
+        digest=found.digest(),
         rank=found.rank,
         modules=tuple(
             ModuleSummary(name, tuple(numbers), scaling, kind)

@@ -88,7 +88,10 @@ class HostStore:
         self._base_weights = base_weights
         self._base_model = base_model
         self._replicas = replicas
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-reader")
+        # Alone: the pieces are small, and teams of threads that wait for each other hold up all.
+        self._executor = ThreadPoolExecutor(
+            num_threads, "adapter-reader", initializer=torch.set_num_threads, initargs=(1,)
+        )
         self._lock = Lock()
         self._records: dict[AdapterId, _Record] = {}  # least recently used first
         self._by_digest: dict[str, Adapter] = {}

@@ -12,6 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
@@ -73,13 +74,15 @@ def read_adapter(
     found = parse_tensors(config, tensors)
     check_not_empty(found, own)
     check_rank(found, max_rank)
-    vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
-    found = replace(found, modules=fit_modules(found.modules, own, whole))
-    check_fit(found, whole)
-    _warn_of_other_base(folder, config, base_model)
-    check_copies(found.copies, base_weights)
-    vectors = work_out_vectors(found, base_weights)
-    adapter = pack(found, vectors, specs, dtype, pin_memory=pin_memory)
+    with ThreadPoolExecutor(1) as beside:
+        digest = beside.submit(found.digest)
+        vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
+        found = replace(found, modules=fit_modules(found.modules, own, whole))
+        check_fit(found, whole)
+        _warn_of_other_base(folder, config, base_model)
+        check_copies(found.copies, base_weights)
+        vectors = work_out_vectors(found, base_weights)
+        adapter = pack(found, vectors, specs, dtype, digest.result, pin_memory=pin_memory)
     adapter = with_vocabulary(adapter, vocabulary, pin_memory)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)

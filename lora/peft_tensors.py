@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,13 +90,24 @@ class PeftTensors:
     """All that a file holds, but for whole rows of embedding and head: see peft_vocabulary.py."""
 
     modules: tuple[LoRAModule, ...]  # sorted by layer and name
-    digest: str  # sha256 over modules and biases: names, scales, and every byte of their tensors
     biases: tuple[BaseTensor, ...] = ()
     copies: tuple[BaseTensor, ...] = ()  # weights, which must be the model's
 
     @property
     def rank(self) -> int:
         return max((module.scaling.rank for module in self.modules), default=0)
+
+    def digest(self) -> str:
+        """sha256 over modules and biases: names, scales, and every byte of their tensors."""
+        digest = hashlib.sha256()
+        for module in self.modules:
+            digest.update(f"{module.layer} {module.name} ".encode())
+            digest.update(struct.pack("<d", module.scaling.scale))
+            for part, tensor in module.tensors.items():
+                _add_tensor(digest, f"{part} ", tensor)
+        for bias in self.biases:
+            _add_tensor(digest, f"{bias.layer} {bias.name} bias ", bias.tensor)
+        return digest.hexdigest()
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +135,7 @@ def parse_tensors(config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftTens
     )
     biases = _base_tensors("bias", 1, parts, paths, tensors)
     copies = _base_tensors("weight", 2, parts, paths, tensors)
-    return PeftTensors(modules, _digest(modules, biases), biases, copies)
+    return PeftTensors(modules, biases, copies)
 
 
 def _sort(tensors: Mapping[str, Tensor]) -> tuple[dict[Place, dict[str, str]], dict[Place, str]]:
@@ -240,18 +251,6 @@ def check_tensor(key: str, tensor: Tensor, dimensions: int = 2) -> None:
         raise AdapterError(f"{shorten(key)} is empty: its shape is {tuple(tensor.shape)}")
     if not all_finite(tensor):
         raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
-
-
-def _digest(modules: Sequence[LoRAModule], biases: Sequence[BaseTensor]) -> str:
-    digest = hashlib.sha256()
-    for module in modules:
-        digest.update(f"{module.layer} {module.name} ".encode())
-        digest.update(struct.pack("<d", module.scaling.scale))
-        for part, tensor in module.tensors.items():
-            _add_tensor(digest, f"{part} ", tensor)
-    for bias in biases:
-        _add_tensor(digest, f"{bias.layer} {bias.name} bias ", bias.tensor)
-    return digest.hexdigest()
 
 
 def _add_tensor(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:

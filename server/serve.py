@@ -9,6 +9,7 @@ second signal ends it at once.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,7 @@ def run(settings: Settings) -> None:
 
 
 async def _serve_with_engine(settings: Settings) -> NoReturn:
+    gc.freeze()  # as the engine does
     code = await serve(settings, EngineProcess(settings))
     logging.shutdown()
     sys.stdout.flush()

@@ -14,7 +14,7 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -100,7 +100,7 @@ class Uploads:
         with self._place():
             try:
                 await _receive(request, receiver)
-                await asyncio.to_thread(_finish, receiver, final)
+                await _in_thread(_finish, receiver, final)
             except BaseException as error:
                 await asyncio.shield(asyncio.to_thread(receiver.abandon))
                 self.discard(final)  # it has this name already when only the last sync has failed
@@ -148,13 +148,36 @@ class Uploads:
 
 
 async def _receive(request: Request, receiver: "_Receiver") -> None:
+    """Each block is written while the next one comes; a failure of either ends both."""
+    writing: asyncio.Task[None] | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            async for block in _blocks(request):
+                if writing is not None:
+                    await writing
+                writing = tasks.create_task(_in_thread(receiver.feed, block))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def _blocks(request: Request) -> AsyncIterator[bytes]:
     block = bytearray()
     async for chunk in request.stream():
         block += chunk
         if len(block) >= _BLOCK:
-            await asyncio.to_thread(receiver.feed, bytes(block))
+            yield bytes(block)
             block.clear()
-    await asyncio.to_thread(receiver.feed, bytes(block))
+    yield bytes(block)
+
+
+async def _in_thread(function: Callable[..., None], *args: object) -> None:
+    """As asyncio.to_thread; cancelled, it waits all the same: a thread cannot be stopped."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def _finish(receiver: "_Receiver", final: Path) -> None:

@@ -74,8 +74,8 @@ async def answers(model: Path, cases: Sequence[Case], size: int, dtype: str) -> 
             block_size=16,
             gpu_memory_utilization=0.2,
             max_loras=len(cases),
-            max_num_seqs=64,
-            max_num_batched_tokens=256,
+            max_num_seqs=32,
+            max_num_batched_tokens=128,  # each size of a graph compiles kernels
             tensor_parallel_size=size,
         )
     )
