@@ -10,10 +10,10 @@ requests use the new version, in milliseconds.
 """
 
 import argparse
-import asyncio
 import statistics
 import tempfile
 import time
+from multiprocessing import Process
 from pathlib import Path
 
 import httpx
@@ -24,39 +24,51 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 STREAMS = 8
 
 
-async def upload(http: httpx.AsyncClient, folder: Path) -> float:
-    """Seconds that the upload of a version took."""
+def body_of(http: httpx.Client, folder: Path) -> httpx.Request:
+    """The upload of a version, all of it in memory."""
     parts = [("files", (name, (folder / name).read_bytes())) for name in FILES]
-    started = time.perf_counter()
     fields = {"name": "a", "load_inplace": "true"}
-    reply = await http.post("/v1/adapters", data=fields, files=parts)
-    reply.raise_for_status()
+    form = http.build_request("POST", "/v1/adapters", data=fields, files=parts)
+    headers = {"content-type": form.headers["content-type"]}
+    return http.build_request("POST", "/v1/adapters", content=form.read(), headers=headers)
+
+
+def upload(http: httpx.Client, folder: Path) -> float:
+    """Seconds that the upload of a version took."""
+    request = body_of(http, folder)
+    started = time.perf_counter()
+    http.send(request).raise_for_status()
     return time.perf_counter() - started
 
 
-async def ask(http: httpx.AsyncClient, num_tokens: int) -> float:
+def ask(http: httpx.Client, num_tokens: int) -> float:
     started = time.perf_counter()
     body = {"model": "a", "prompt": "w1 w2 w3", "max_tokens": num_tokens, "ignore_eos": True}
-    reply = await http.post("/v1/completions", json=body)
-    reply.raise_for_status()
+    http.post("/v1/completions", json=body).raise_for_status()
     return time.perf_counter() - started
 
 
-async def push(url: str, folders: list[Path], stream_tokens: int) -> list[tuple[float, float]]:
+def keep_busy(url: str, num_tokens: int) -> None:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        while True:
+            ask(http, num_tokens)
+
+
+def push(url: str, folders: list[Path], stream_tokens: int) -> list[tuple[float, float]]:
     """For each version, the seconds of its upload and of its first request."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        await upload(http, folders[0])
-        await ask(http, 1)
-        busy = asyncio.gather(*(keep_busy(http, stream_tokens) for _ in range(STREAMS)))
-        times = [(await upload(http, folder), await ask(http, 1)) for folder in folders[1:]]
-        busy.cancel()
-        await asyncio.gather(busy, return_exceptions=True)
-    return times
-
-
-async def keep_busy(http: httpx.AsyncClient, num_tokens: int) -> None:
-    while True:
-        await ask(http, num_tokens)
+    with httpx.Client(base_url=url, timeout=60) as http:
+        upload(http, folders[0])
+        ask(http, 1)
+        streams = [Process(target=keep_busy, args=(url, stream_tokens)) for _ in range(STREAMS)]
+        for stream in streams:
+            stream.start()
+        try:
+            time.sleep(1)  # all have begun
+            return [(upload(http, folder), ask(http, 1)) for folder in folders[1:]]
+        finally:
+            for stream in streams:
+                stream.kill()
+                stream.join()
 
 
 def main() -> None:
@@ -78,7 +90,7 @@ def main() -> None:
         folders = [root / "versions" / f"a{number}" for number in range(len(ranks))]
         options += ["--adapter-upload-dir", str(root / "uploads")]
         with served(model, options, root / "log", args.port) as url:
-            times = asyncio.run(push(url, folders, 100 if args.smoke else 400))
+            times = push(url, folders, 100 if args.smoke else 400)
     uploads, firsts = ([1e3 * value for value in column] for column in zip(*times, strict=True))
     print(f"upload and swap, ms: median {statistics.median(uploads):.0f}, most {max(uploads):.0f}")
     print(f"first token of the new version, ms: median {statistics.median(firsts):.0f}")
