@@ -1,7 +1,6 @@
 """The engine in a process of its own, from the side of the API process."""
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
@@ -93,7 +92,6 @@ class EngineProcess(EngineBase):
             *(sys.executable, "-P", "-m", "lorakeet.server.engine.process"),
             *(folder, model_folder),
             stdin=asyncio.subprocess.PIPE,
-            env={"THP_MEM_ALLOC_ENABLE": "1", **os.environ},  # torch's: buffers in huge pages
         )
         self._process = process
         self._watcher = asyncio.create_task(self._watch(process))
