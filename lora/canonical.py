@@ -61,8 +61,6 @@ def pack(
     specs: Sequence[GroupSpec],
     dtype: torch.dtype,
     digest: Callable[[], str],
-    *,
-    pin_memory: bool = False,
 ) -> Adapter:
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
@@ -73,7 +71,7 @@ def pack(
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
     shapes = [shape for plan in plans for shape in plan.shapes.values()]
-    block, views = _allocate(shapes, dtype, pin_memory)
+    block, views = _allocate(shapes, dtype)
     groups, remaining = {}, iter(views)
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
@@ -118,14 +116,12 @@ class _Plan:
             self.shapes["magnitude"] = vector
 
 
-def _allocate(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, pin_memory: bool
-) -> tuple[Tensor, list[Tensor]]:
+def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """One block of zeros, and a view of each shape into it."""
     unit = _ALIGNMENT // dtype.itemsize
     sizes = [torch.Size(shape).numel() for shape in shapes]
     padded = [-(-size // unit) * unit for size in sizes]
-    block = torch.zeros(sum(padded), dtype=dtype, pin_memory=pin_memory)
+    block = torch.zeros(sum(padded), dtype=dtype)
     parts = torch.split(block, padded)
     return block, [
         part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)

@@ -72,7 +72,6 @@ class HostStore:
         max_rank: int,
         dtype: torch.dtype,
         max_bytes: int | None = None,
-        pin_memory: bool = False,
         base_weights: Mapping[str, Tensor] | None = None,
         base_model: str | None = None,
         num_threads: int = 2,
@@ -84,7 +83,6 @@ class HostStore:
         self._specs = tuple(specs)
         self._max_rank = max_rank
         self._dtype = dtype
-        self._pin_memory = pin_memory
         self._base_weights = base_weights
         self._base_model = base_model
         self._replicas = replicas
@@ -279,7 +277,6 @@ class HostStore:
                 self._specs,
                 max_rank=self._max_rank,
                 dtype=self._dtype,
-                pin_memory=self._pin_memory,
                 base_weights=self._base_weights,
                 base_model=self._base_model,
                 on_stage=seconds.__setitem__,

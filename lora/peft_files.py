@@ -49,7 +49,6 @@ def read_adapter(
     *,
     max_rank: int,
     dtype: torch.dtype,
-    pin_memory: bool = False,
     base_weights: Mapping[str, Tensor] | None = None,
     base_model: str | None = None,
     on_stage: Callable[[str, float], None] = lambda stage, seconds: None,
@@ -82,8 +81,8 @@ def read_adapter(
         _warn_of_other_base(folder, config, base_model)
         check_copies(found.copies, base_weights)
         vectors = work_out_vectors(found, base_weights)
-        adapter = pack(found, vectors, specs, dtype, digest.result, pin_memory=pin_memory)
-    adapter = with_vocabulary(adapter, vocabulary, pin_memory)
+        adapter = pack(found, vectors, specs, dtype, digest.result)
+    adapter = with_vocabulary(adapter, vocabulary)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
     return adapter

@@ -159,7 +159,7 @@ def resolve_vocabulary(
     return Vocabulary(size, own["embed_tokens"], own["lm_head"])
 
 
-def with_vocabulary(adapter: Adapter, vocabulary: Vocabulary | None, pin_memory: bool) -> Adapter:
+def with_vocabulary(adapter: Adapter, vocabulary: Vocabulary | None) -> Adapter:
     """The adapter with a vocabulary of its own, which is part of its identity."""
     if vocabulary is None:
         return adapter
@@ -171,13 +171,11 @@ def with_vocabulary(adapter: Adapter, vocabulary: Vocabulary | None, pin_memory:
         digest.update(f" {name} {len(part.ids)} {part.rows.dtype} ".encode())
         for tensor in (part.ids, part.rows):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        if pin_memory:
-            own[name] = TokenRows(part.ids.pin_memory(), part.rows.pin_memory())
     changed = {name for name, part in own.items() if part is not None}
     return replace(
         adapter,
         digest=digest.hexdigest(),
-        vocabulary=Vocabulary(vocabulary.size, own["embed_tokens"], own["lm_head"]),
+        vocabulary=vocabulary,
         modules=tuple(sorted({*adapter.modules, *changed})),
         num_bytes=adapter.num_bytes + vocabulary.num_bytes,
     )

@@ -26,6 +26,7 @@ from torch import Tensor
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
 from lorakeet.lora.row_readers import RowReaders
 from lorakeet.lora.row_tables import RowTables
+from lorakeet.lora.staging import Staging
 from lorakeet.lora.streams import SideStream
 from lorakeet.lora.vocabulary import VocabularyStore
 
@@ -54,9 +55,8 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class PoolWrite:
-    """A copy under way. It keeps the adapter's host memory alive until it is dropped."""
+    """A copy under way."""
 
-    adapter: Adapter | None  # None: no weights were copied
     event: torch.cuda.Event | None  # None: done from the start
 
     def done(self) -> bool:
@@ -97,7 +97,8 @@ class AdapterPool:
             shape_b = (spec.num_layers, num_rows, spec.output_size)
             self._b[name] = torch.empty(shape_b, dtype=dtype, device=device)
         self.tables = RowTables(specs, num_slots, table_width)
-        self.vocabularies = VocabularyStore(dtype, self.device)
+        self._staging = Staging(self.device)
+        self.vocabularies = VocabularyStore(dtype, self.device, self._staging)
         numbers = np.cumsum([0, *(spec.num_layers for spec in self.specs.values())]).tolist()
         self._first_numbers = dict(zip(self.specs, numbers, strict=False))
         self._copies = SideStream(self.device)
@@ -124,23 +125,23 @@ class AdapterPool:
     def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
         """Clear a slot, then start to copy an adapter into it and into `adapter.num_rows` rows.
 
-        On the CPU it is complete on return. For the copy to be asynchronous on CUDA the adapter
-        must lie in pinned memory. The slot's ranks and tables are set after all its weights. Where
-        the adapter has nothing for one of its rows, in any layer, that row is zeros.
+        On the CPU it is complete on return. The slot's ranks and tables are set after all its
+        weights. Where the adapter has nothing for one of its rows, in any layer, that row is zeros.
         Raises ValueError for a slot, rows or an adapter that do not fit the pool.
         """
         self._check(slot, rows, adapter)
         self.clear(slot)
-        self._copies.wait(self._readers.of(rows))
         with self._copies.use():
+            groups = {name: self._stage(weights) for name, weights in adapter.groups.items()}
+            self.vocabularies.write(slot, adapter.vocabulary)
+            self._copies.wait(self._readers.of(rows))
             row_ids = self._to_device(torch.tensor(rows, dtype=torch.int64))
             own = _split_rows(row_ids, adapter)
             for name in self.specs:
-                self._write_group(name, own, adapter.groups.get(name))
+                self._write_group(name, own, groups.get(name))
             self.tables.set(slot, rows, adapter)
-            self.vocabularies.write(slot, adapter.vocabulary)
         self._readers.set_slot(slot, rows)
-        return PoolWrite(adapter, self._copies.record())
+        return PoolWrite(self._copies.record())
 
     @torch.inference_mode()
     def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
@@ -158,7 +159,18 @@ class AdapterPool:
         self.tables.blend(slot, parts)
         rows = [row for part_slot, _, _ in parts for row in self._readers.rows_of(part_slot)]
         self._readers.set_slot(slot, rows)
-        return PoolWrite(None, None)
+        return PoolWrite(None)
+
+    def _stage(self, weights: GroupWeights) -> GroupWeights:
+        """The same on the device."""
+        stage = self._staging.to_device
+        return GroupWeights(
+            ranks=weights.ranks,
+            a=stage(weights.a),
+            b=stage(weights.b),
+            bias=None if weights.bias is None else stage(weights.bias),
+            magnitude=None if weights.magnitude is None else stage(weights.magnitude),
+        )
 
     def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
         a, b = self._a[name], self._b[name]
@@ -170,8 +182,7 @@ class AdapterPool:
         b.index_fill_(1, empty, 0)
         if weights is None:
             return
-        new_a = self._to_device(weights.a).to(a.dtype)
-        new_b = self._to_device(weights.b).to(b.dtype)
+        new_a, new_b = weights.a.to(a.dtype), weights.b.to(b.dtype)
         if everywhere:
             a.index_copy_(2, filled, new_a)
             b.index_copy_(1, filled, new_b)
@@ -182,7 +193,7 @@ class AdapterPool:
             b[layers[:, None], filled] = new_b
         for row, values in ((own.bias, weights.bias), (own.magnitude, weights.magnitude)):
             if values is not None:
-                b.index_copy_(1, row, self._to_device(values).to(b.dtype).unsqueeze(1))
+                b.index_copy_(1, row, values.to(b.dtype).unsqueeze(1))
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from lorakeet.lora.adapter import Slot, TokenRows, Vocabulary
+from lorakeet.lora.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,10 @@ class VocabularyBatch:
 class VocabularyStore:
     """The vocabularies by slot. Called as the pool is: changes on its copy stream, in order."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, staging: Staging) -> None:
         self._dtype = dtype
         self._device = device
+        self._staging = staging
         self._by_slot: dict[int, Vocabulary] = {}
 
     @property
@@ -110,9 +112,8 @@ class VocabularyStore:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _to_device(self, part: TokenRows) -> TokenRows:
-        ids = part.ids.to(self._device, non_blocking=True)
-        rows = part.rows.to(self._device, self._dtype, non_blocking=True)
-        return TokenRows(ids, rows)
+        rows = self._staging.to_device(part.rows).to(self._dtype)
+        return TokenRows(self._staging.to_device(part.ids), rows)
 
 
 def _map(vocabulary: Vocabulary, change: Callable[[TokenRows], TokenRows]) -> Vocabulary:

@@ -102,7 +102,7 @@ def main() -> None:
     threading.Thread(target=exit_at_end_of_input, daemon=True).start()
     logs.configure(settings.log_level)
     structlog.contextvars.bind_contextvars(rank=int(rank))
-    limit_threads(settings.tensor_parallel_size)
+    limit_threads(settings)
     channel = Channel(Connection(int(fd)))
     try:
         follow(settings, int(rank), address, Path(model), channel)

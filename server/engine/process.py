@@ -26,6 +26,7 @@ from lorakeet.server.engine.messages import Command, EngineDead, Event, endpoint
 from lorakeet.server.engine.run import run_engine
 
 LINGER = 2000  # milliseconds in which the last events can still leave
+_THREADS_BESIDE_GPU = 4
 
 
 class SocketInbox:
@@ -75,7 +76,7 @@ def main() -> int:
     settings = Settings.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=exit_at_end_of_input, args=(folder,), daemon=True).start()
     logs.configure(settings.log_level)
-    limit_threads(settings.tensor_parallel_size)
+    limit_threads(settings)
     gc.freeze()  # looking through all that was imported takes a tenth of a second, at any time
 
     commands, events = endpoints(folder)
@@ -106,10 +107,15 @@ def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
     return socket
 
 
-def limit_threads(num_processes: int) -> None:
-    """Share the cores that this process may use with the other ranks."""
+def limit_threads(settings: Settings) -> None:
+    """Share the cores that this process may use with the other ranks.
+
+    Beside a GPU a few are enough: they copy adapters, while the engine's loop waits for them.
+    """
     if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+        share = max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
+        has_gpu = settings.device != "cpu" and torch.cuda.is_available()
+        torch.set_num_threads(min(share, _THREADS_BESIDE_GPU) if has_gpu else share)
 
 
 def exit_at_end_of_input(folder: Path | None = None) -> None:

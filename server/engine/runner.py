@@ -95,7 +95,6 @@ class Runner:
             max_rank=settings.max_lora_rank,
             dtype=self.dtype,
             max_bytes=None if group.rank else memory.host_bytes(settings),
-            pin_memory=self.device.type == "cuda",
             base_weights=BaseWeights(self.model),
             base_model=settings.model,
             replicas=replicas,

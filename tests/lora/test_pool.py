@@ -14,6 +14,7 @@ from lorakeet.lora.adapter import Adapter, GroupWeights, Slot
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
+from lorakeet.lora.staging import Staging
 from support.pools import (
     LAYERS,
     SPECS,
@@ -402,11 +403,7 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     seen = layer.a.clone()
     pool.launched(np.array([0, 1], np.int32))
-    pinned = {
-        name: dataclasses.replace(weights, a=weights.a.pin_memory(), b=weights.b.pin_memory())
-        for name, weights in new.groups.items()
-    }
-    write = pool.write(Slot(2), range(6), dataclasses.replace(new, groups=pinned))
+    write = pool.write(Slot(2), range(6), new)
     assert not write.done()
     assert not torch.cuda.current_stream().query()  # the write did not wait for the pass
     write.wait()
@@ -437,3 +434,21 @@ def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
     assert not own.done()
     torch.cuda.synchronize()
     assert own.done()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_bytes", [0, 2, 2**22, 2**22 + 2, 3 * 2**28])
+def test_tensors_of_any_size_come_to_the_device_unchanged(num_bytes: int) -> None:
+    """Also past all buffers, and when the source changes right after."""
+    staging = Staging(torch.device("cuda"))
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    values = torch.randint(-(2**15), 2**15, (num_bytes // 2,), dtype=torch.int16)
+    expected = values.clone()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        copies = [staging.to_device(values.view(torch.bfloat16)) for _ in range(2)]
+    values.zero_()
+    stream.synchronize()
+    for copy in copies:
+        assert torch.equal(copy.view(torch.int16).cpu(), expected)
+        assert staging.to_device(copy) is copy

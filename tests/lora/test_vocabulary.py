@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Slot, TokenRows, Vocabulary
+from lorakeet.lora.staging import Staging
 from lorakeet.lora.vocabulary import VocabularyStore
 
 BASE, HIDDEN = 20, 8
@@ -25,7 +26,8 @@ IN_SLOTS = {1: GROWN, 2: SHRUNK, 3: HEAD_ONLY}  # nobody has one in slot 4
 
 @pytest.fixture
 def store() -> VocabularyStore:
-    store = VocabularyStore(torch.float32, torch.device("cpu"))
+    device = torch.device("cpu")
+    store = VocabularyStore(torch.float32, device, Staging(device))
     for slot, vocabulary in IN_SLOTS.items():
         store.write(Slot(slot), vocabulary)
     return store
