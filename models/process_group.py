@@ -11,13 +11,11 @@ from torch import Tensor
 
 # the name that it has since torch 2.13
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_ONE_SHOT_BYTES = 2**20  # that a rank reads of the others; past it, each had better sum up a part
 
 
 class ProcessGroupError(Exception):
     """The processes did not all meet in time, or one of them could not take part."""
-
-
-_ONE_SHOT_BYTES = 2**20  # of a sum; past it, reading all parts of all ranks takes longer than NCCL
 
 
 class OneShotSum:
@@ -30,11 +28,12 @@ class OneShotSum:
         group = dist.group.WORLD
         assert group is not None
         self._group = group.group_name
+        self._num_others = group.size() - 1
         self._shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, group)
 
     def takes(self, x: Tensor) -> bool:
-        is_small = x.nbytes <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
+        is_small = x.nbytes * self._num_others <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
         return is_small and x.dtype in (torch.float32, torch.bfloat16)
 
     def __call__(self, x: Tensor) -> Tensor:
