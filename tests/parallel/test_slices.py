@@ -103,12 +103,12 @@ def split(spec: GroupSpec, tensor: Tensor) -> dict[str, Tensor]:
 def test_adapters_by_the_table(shape: Shape, fused: bool, seed: int) -> None:
     found, vectors = random_adapter(shape.config, fused, seed)
     whole_specs = group_specs(shape.config)
-    whole = pack(found, vectors, whole_specs, torch.float32)
+    whole = pack(found, vectors, whole_specs, torch.float32, found.digest)
     by_rank: list[tuple[Adapter, tuple[GroupSpec, ...]]] = []
     for group in shape.groups:
         specs = group_specs(shape.config, group)
         assert tuple(spec.whole for spec in specs) == tuple(spec.whole for spec in whole_specs)
-        by_rank.append((pack(found, vectors, specs, torch.float32), specs))
+        by_rank.append((pack(found, vectors, specs, torch.float32, found.digest), specs))
     assert {adapter.num_rows for adapter, _ in by_rank} == {whole.num_rows}
     for index, spec in enumerate(whole_specs):
         want = whole.groups[spec.name]
