@@ -89,7 +89,7 @@ def random_adapter(config: ModelConfig, fused: bool, seed: int) -> tuple[PeftTen
                 a, b = normal(rank, spec.input_size), normal(size, rank)
                 modules.append(LoRAModule(name, name, layer, scaling, a, b))
                 factors[layer, name], biases[layer, name] = normal(size), normal(size)
-    return PeftTensors(tuple(modules), "digest"), Vectors(factors, biases)
+    return PeftTensors(tuple(modules)), Vectors(factors, biases)
 
 
 def split(spec: GroupSpec, tensor: Tensor) -> dict[str, Tensor]:
