@@ -25,6 +25,7 @@ import decode_step
 import torch
 from decode_step import MAX_LORAS, TINY, Bench, median_ms
 from shapes import SHAPES
+from torch import Tensor
 
 from lorakeet.configs.settings import load
 from lorakeet.lora.layers import wrap_model
@@ -39,6 +40,7 @@ from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup, join
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
+SUM_ROWS = (1, 32, 128, 256)
 POINTS = "1:0,1:1,32:0,32:8,32:32,128:0,128:8,128:32"
 JOIN_SECONDS = 300.0
 Results = dict[str, Any]
@@ -117,6 +119,23 @@ def kernels_of(step: Callable[[], object], repeats: int = 5) -> dict[str, tuple[
     return {name: (n // repeats, total / repeats) for name, (n, total) in sums.items()}
 
 
+def sums_of(group: ProcessGroup, hidden_size: int) -> dict[int, list[float]]:
+    """By rows of a hidden state in bfloat16: microseconds of a sum over the ranks, by NCCL and in
+    one shot, where it takes so many."""
+    found = {}
+    for rows in SUM_ROWS:
+        x = torch.zeros((rows, hidden_size), dtype=torch.bfloat16, device="cuda")
+        found[rows] = [sum_us(replace(group, one_shot=None).all_reduce, x)]
+        if group.one_shot is not None and group.one_shot.takes(x):
+            found[rows].append(sum_us(group.one_shot, x))
+    return found
+
+
+def sum_us(add_up: Callable[[Tensor], object], x: Tensor, repeats: int = 64) -> float:
+    """Of one of many sums, one after the other in a graph."""
+    return 1e3 * median_ms(graph_of(lambda: [add_up(x) for _ in range(repeats)])) / repeats
+
+
 def run_rank(args: argparse.Namespace) -> None:
     """Measure the points together with the other ranks; rank 0 prints the results as JSON."""
     device = torch.device("cpu") if args.smoke else torch.device("cuda", args.rank)
@@ -126,7 +145,9 @@ def run_rank(args: argparse.Namespace) -> None:
     vars(decode_step)["graph_of"] = lambda step: graph_of(lambda: group.broadcast(step()))
     context = 40 if args.smoke else args.context
     bench = RankBench(TINY if args.smoke else SHAPES[args.model], device.type, context, group)
-    results: Results = {"steps": {}, "kernels": {}, **bench.gigabytes()}
+    results: Results = {"steps": {}, "kernels": {}, "sums": {}, **bench.gigabytes()}
+    if device.type == "cuda" and group.size > 1:
+        results["sums"] = sums_of(group, bench.config.hidden_size)
     for point in args.points.split(","):
         step, _ = bench.point(point)
         results["steps"][point] = median_ms(step)
@@ -203,6 +224,12 @@ def report_kernels(size: int, point: str, kernels: dict[str, tuple[int, float]])
     print(f"collectives: {count} a step, {ms:.3f} of {total:.3f} ms in kernels ({ms / total:.1%})")
 
 
+def report_sums(size: int, sums: dict[str, list[float]]) -> None:
+    for rows, (nccl, *one_shot) in sums.items():
+        shot = "".join(f", in one shot {us:.1f}" for us in one_shot)
+        print(f"sum of {rows} rows over {size} ranks: NCCL {nccl:.1f} us{shot}")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, help="settings: the model, and its size")
@@ -241,6 +268,7 @@ def main() -> None:
     print("tiny" if args.smoke else f"{args.model}, context {args.context}")
     report(found)
     for size, results in found.items():
+        report_sums(size, results["sums"])
         if size > 1 and results["kernels"]:
             report_kernels(size, args.profile, results["kernels"])
     first = args.sizes[0]
