@@ -125,8 +125,9 @@ class AdapterPool:
     def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
         """Clear a slot, then start to copy an adapter into it and into `adapter.num_rows` rows.
 
-        On the CPU it is complete on return. The slot's ranks and tables are set after all its
-        weights. Where the adapter has nothing for one of its rows, in any layer, that row is zeros.
+        On the CPU it is complete on return; on CUDA it has gone to pinned memory, which may mean to
+        wait: see `Staging`. The slot's ranks and tables are set after all its weights. Where the
+        adapter has nothing for one of its rows, in any layer, that row is zeros.
         Raises ValueError for a slot, rows or an adapter that do not fit the pool.
         """
         self._check(slot, rows, adapter)
@@ -134,9 +135,8 @@ class AdapterPool:
         with self._copies.use():
             groups = {name: self._stage(weights) for name, weights in adapter.groups.items()}
             self.vocabularies.write(slot, adapter.vocabulary)
+            own = _split_rows(self._stage_ids(rows), adapter)
             self._copies.wait(self._readers.of(rows))
-            row_ids = self._to_device(torch.tensor(rows, dtype=torch.int64))
-            own = _split_rows(row_ids, adapter)
             for name in self.specs:
                 self._write_group(name, own, groups.get(name))
             self.tables.set(slot, rows, adapter)
@@ -187,7 +187,7 @@ class AdapterPool:
             a.index_copy_(2, filled, new_a)
             b.index_copy_(1, filled, new_b)
         else:
-            layers = self._to_device(torch.tensor(weights.layers, dtype=torch.int64))
+            layers = self._stage_ids(weights.layers)
             slices = torch.arange(a.shape[1], device=a.device)
             a[layers[:, None, None], slices[:, None], filled] = new_a
             b[layers[:, None], filled] = new_b
@@ -219,8 +219,8 @@ class AdapterPool:
             event = torch.cuda.current_stream(self.device).record_event()
             self._readers.launched(event, slots.tolist())
 
-    def _to_device(self, values: Tensor) -> Tensor:
-        return values.to(self.device, non_blocking=True)
+    def _stage_ids(self, ids: Sequence[int]) -> Tensor:
+        return self._staging.to_device(torch.tensor(ids, dtype=torch.int64))
 
     def _check_slot(self, slot: Slot) -> None:
         if not 0 < slot < self.num_slots:

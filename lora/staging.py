@@ -10,8 +10,11 @@ _NUM_BUFFERS = 64
 
 
 class Staging:
-    """Pinned buffers that tensors go through, piece by piece. All are taken at the start: to pin
-    memory later makes the device end its work first (CUDA's "implicit synchronization")."""
+    """Pinned buffers, 256 MiB, that tensors go through piece by piece.
+
+    All are taken at the start: to pin memory later makes the device end its work first (CUDA's
+    "implicit synchronization").
+    """
 
     def __init__(self, device: torch.device) -> None:
         """On the CPU it has no buffers, and nothing to do."""
@@ -22,8 +25,8 @@ class Staging:
             self._ring.extend((buffer, torch.cuda.Event()) for buffer in pinned)  # type: ignore[no-untyped-call]
 
     def to_device(self, values: Tensor) -> Tensor:
-        """A copy, made on the current stream, or what is there already; `values` may change or go
-        at once. Waits for earlier copies while all buffers are in use."""
+        """A copy, made on the current stream, from `values` as they are now; what is there already
+        is returned as it is. Waits for earlier copies while all buffers are in use."""
         if values.device.type == self._device.type:
             return values
         copy = torch.empty(values.shape, dtype=values.dtype, device=self._device)

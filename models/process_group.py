@@ -1,5 +1,6 @@
 """The processes that serve one model together, one a device: tensor parallelism's collectives."""
 
+import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 # the name that it has since torch 2.13
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,7 +63,7 @@ class ProcessGroup:
             raise ValueError(f"there is no rank {self.rank} among {self.size}")
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks; x may hold it then."""
+        """The sum over all ranks; x may be overwritten with it."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -113,7 +116,21 @@ def join(rank: int, size: int, address: str, device: torch.device, timeout: floa
             f"rank {rank} of {size} did not meet the others at {address}"
             f" within {timeout:.0f} seconds: {error}"
         ) from error
-    return ProcessGroup(rank, size, OneShotSum(device) if _see_each_other(size, device) else None)
+    return ProcessGroup(rank, size, _one_shot(size, device))
+
+
+def _one_shot(size: int, device: torch.device) -> OneShotSum | None:
+    """None where the ranks cannot all have it."""
+    if not _see_each_other(size, device):
+        return None
+    one_shot = None
+    try:
+        one_shot = OneShotSum(device)
+    except RuntimeError as error:  # not every container may share its GPUs' memory
+        logger.warning("sums over GPUs go through NCCL alone: %s", error)
+    have_it = torch.tensor(int(one_shot is not None), device=device)
+    dist.all_reduce(have_it, dist.ReduceOp.MIN)
+    return one_shot if have_it else None
 
 
 def _see_each_other(size: int, device: torch.device) -> bool:

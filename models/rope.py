@@ -7,7 +7,8 @@ the frequencies for the longest length seen so far, over the whole batch, and le
 they are. Here they follow each sequence by itself: all tokens of a pass take the frequencies for
 the length that their sequence has after the pass. That is transformers' result for a prompt in
 one pass and for each generated token; a prompt past the trained length that is computed in chunks
-(or found in the prefix cache) keeps the keys of its earlier, shorter lengths.
+(or found in the prefix cache, or replayed in a graph, where a token is a sequence) keeps the keys
+of its earlier, shorter lengths. (The server takes no sequence beyond the trained length.)
 """
 
 import math

@@ -129,7 +129,7 @@ def _add(
 
 
 class _Bodies:
-    """How much memory the bodies of all requests take that have no answer yet."""
+    """How much memory the bodies of all requests take that have no whole answer yet."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
@@ -150,7 +150,8 @@ class _Bodies:
             own += size
             return message
 
-        is_upload = headers.get("content-type", "").startswith("multipart/")  # it goes to the disk
+        kind = headers.get("content-type", "").lower()
+        is_upload = kind.startswith("multipart/")  # it goes to the disk
         try:
             yield receive if is_upload else receive_counted
         finally:

@@ -30,7 +30,7 @@ class AdapterProfile:
     """A version's, with its tokenizer's digest (None: the model's) in place of the tokenizer."""
 
     text: TextConfig
-    tokenizer: bytes | None
+    tokenizer_digest: bytes | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
@@ -43,7 +43,7 @@ class FolderProfile:
     """What an adapter's folder says, before the engine has read its weights."""
 
     text: TextConfig
-    digest: bytes | None
+    tokenizer_digest: bytes | None
     tokenizer: Tokenizer
 
     def over(self, base: Profile, vocab_size: int | None) -> AdapterProfile:
@@ -52,7 +52,7 @@ class FolderProfile:
         own_eos = _eos(self.text, self.tokenizer, size)
         eos = [*(token_id for token_id in base.eos_token_ids if token_id < size), *own_eos]
         text = self.text.over(base.text)
-        return AdapterProfile(text, self.digest, size, tuple(dict.fromkeys(eos)))
+        return AdapterProfile(text, self.tokenizer_digest, size, tuple(dict.fromkeys(eos)))
 
 
 def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:

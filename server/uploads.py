@@ -44,7 +44,7 @@ FILES = frozenset(
 REQUIRED = ("adapter_config.json", "adapter_model.safetensors")
 FIELDS = frozenset(("name", "lora_name", "load_inplace", "pinned"))
 MAX_FIELD_BYTES = 1024
-MAX_RUNNING = 4  # uploads at once: each holds a block in memory and, while it writes, a thread
+MAX_RUNNING = 4  # uploads at once: each holds three blocks in memory and, while it writes, a thread
 MIN_FREE = 2**30  # bytes of the disk that no upload may take
 _FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
 _BLOCK = 2**20  # bytes that are handed to a thread at a time
@@ -176,7 +176,7 @@ async def _in_thread(function: Callable[..., None], *args: object) -> None:
     try:
         await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        await asyncio.gather(running, return_exceptions=True)
         raise
 
 

@@ -88,7 +88,7 @@ class VersionReader:
     async def profile(self, version: Version) -> Profile:
         """With its tokenizer. Raises BadRequestError when that was put out of memory, and the
         folder does not hold it any more."""
-        digest, tokenizers = version.profile.tokenizer, self._tokenizers
+        digest, tokenizers = version.profile.tokenizer_digest, self._tokenizers
         tokenizer = tokenizers.at_hand(digest)
         if tokenizer is None:
             try:

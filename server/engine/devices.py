@@ -8,15 +8,19 @@ from lorakeet.models.cuts import cut_model
 from lorakeet.models.process_group import ProcessGroup
 
 
+def uses_cuda(settings: Settings) -> bool:
+    """ "auto" is the GPU where there is one."""
+    return settings.device != "cpu" and torch.cuda.is_available()
+
+
 def choose_device(settings: Settings, rank: int = 0) -> torch.device:
-    """ "auto" is the GPU where there is one; each rank has its own, the process's current one.
+    """Each rank has a GPU of its own, the process's current one.
 
     Raises SettingsError for "cuda" without one, and for more ranks than GPUs.
     """
-    has_cuda = torch.cuda.is_available()
-    if settings.device == "cuda" and not has_cuda:
+    if settings.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device: there is no CUDA device that torch can use")
-    if settings.device == "cpu" or not has_cuda:
+    if not uses_cuda(settings):
         return torch.device("cpu")
     size, num_devices = settings.tensor_parallel_size, torch.cuda.device_count()
     if size == 1:

@@ -22,6 +22,7 @@ import zmq
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server import logs
+from lorakeet.server.engine.devices import uses_cuda
 from lorakeet.server.engine.messages import Command, EngineDead, Event, endpoints
 from lorakeet.server.engine.run import run_engine
 
@@ -114,8 +115,8 @@ def limit_threads(settings: Settings) -> None:
     """
     if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
-        has_gpu = settings.device != "cpu" and torch.cuda.is_available()
-        torch.set_num_threads(min(share, _THREADS_BESIDE_GPU) if has_gpu else share)
+        torch.set_num_threads(min(share, _THREADS_BESIDE_GPU) if uses_cuda(settings) else share)
+        torch.get_num_threads()  # settles it for this thread: readers of adapters take another
 
 
 def exit_at_end_of_input(folder: Path | None = None) -> None:

@@ -1,7 +1,7 @@
 """Executes steps on the model: slot loads, one forward pass, sampling.
 
-`launch` only queues work on the device and returns at once on CUDA: sampled tokens stay there as
-the next step's input, and reach the host by a small copy that the step's result waits for.
+On CUDA `launch` does not wait for the pass: sampled tokens stay on the device as the next step's
+input, and reach the host by a small copy that the step's result waits for.
 """
 
 import logging
@@ -99,6 +99,7 @@ class Runner:
             base_model=settings.model,
             replicas=replicas,
         )
+        self._row_bytes = bytes_per_row(specs, self.dtype)
         num_rows = self._least(memory.pool_rows(settings, specs, self.dtype, self.device))
         self.pool = AdapterPool(
             specs,
@@ -128,11 +129,10 @@ class Runner:
 
     def memory_by_part(self) -> dict[str, int]:
         """Bytes of weights, adapter pool, KV cache and CUDA graphs, on this rank."""
-        row_bytes = bytes_per_row(tuple(self.pool.specs.values()), self.dtype)
         block_bytes = kv_block_bytes(self.config, self.cache.block_size, self.dtype, self.group)
         return {
             "weights": sum(weight.nbytes for weight in self.model.parameters()),
-            "adapter_pool": self.pool.num_rows * row_bytes,
+            "adapter_pool": self.pool.num_rows * self._row_bytes,
             "adapter_vocabularies": self.vocabulary_bytes,
             "kv_cache": self.cache.num_blocks * block_bytes,
             "graphs": self._graph_bytes,
@@ -150,8 +150,8 @@ class Runner:
             self.sampling.add(self.rows.add(sequence), sequence)
         for slot in step.cleared:
             self.pool.clear_vocabulary(slot)
-        load_errors = self._loads.start(step.loads)
         outputs = self._forward(step.sequences) if step.sequences else PassOutputs()
+        load_errors = self._loads.start(step.loads)  # for later passes: this one comes first
         return partial(self._result, outputs, load_errors)
 
     def _result(self, outputs: PassOutputs, load_errors: dict[Slot, str]) -> StepResult:
@@ -291,7 +291,8 @@ class Runner:
                 partial(memory.free_memory, self.device)
             )
             logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
-            available -= self._graph_bytes + self.vocabulary_bytes
+            on_its_way = settings.max_lora_rank * self._row_bytes  # an adapter, to the pool
+            available -= self._graph_bytes + self.vocabulary_bytes + on_its_way
         size = memory.cache_size(
             settings, self.config, self.dtype, self._least(available), self.group
         )

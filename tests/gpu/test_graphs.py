@@ -1,6 +1,5 @@
-"""Captured decode steps on a GPU: equal to eager ones at every batch size, and never waiting."""
+"""Captured steps on a GPU: equal to eager ones at every batch size, and never waiting."""
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +10,8 @@ import torch
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
-from support.engines import StepEngine
-from support.models import VOCAB_SIZE, tiny_model
+from support.engines import StepEngine, prompt_of
+from support.models import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -51,13 +50,8 @@ def engine_of(
     return engine
 
 
-def prompt_of(number: int) -> list[int]:
+def short_prompt(number: int) -> list[int]:
     return [3 + number, 4, 5 + number % 3, 9][: 2 + number % 3]
-
-
-def long_prompt(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 def test_every_batch_size_equals_eager_and_peft(files: tuple[Path, list[Path | None]]) -> None:
@@ -69,14 +63,14 @@ def test_every_batch_size_equals_eager_and_peft(files: tuple[Path, list[Path | N
         if eager:
             engine.runner.graphs = None
         for number in range(MAX_SEQS + 1):
-            engine.add(str(number), prompt_of(number), number % 4, max_tokens=4 + 3 * number)
+            engine.add(str(number), short_prompt(number), number % 4, max_tokens=4 + 3 * number)
         engine.run()
         engine.add("base", [5, 6, 7])
         results.append(engine.run())
     for name, result in results[1].items():
         assert results[0][name].token_ids == result.token_ids
     for number in range(8):
-        expected = peft_greedy(model, adapters[number % 4], prompt_of(number), 4 + 3 * number)
+        expected = peft_greedy(model, adapters[number % 4], short_prompt(number), 4 + 3 * number)
         assert results[0][str(number)].token_ids == expected
 
 
@@ -86,6 +80,7 @@ def test_chunks_of_prompts_equal_eager_and_peft(
 ) -> None:
     """Steps of up to 512 tokens, in each tiling of the kernels, the last adapter loaded midway."""
     model, adapters = files
+    prompts = [prompt_of(length + 11 * (number % 6), number) for number in range(8)]
     results = []
     for eager in (False, True):
         engine = engine_of(model, adapters[:3], max_num_batched_tokens=512)
@@ -95,19 +90,19 @@ def test_chunks_of_prompts_equal_eager_and_peft(
         if eager:
             engine.runner.graphs = None
         for number in range(6):
-            engine.add(str(number), long_prompt(length + 11 * number, number), number % 3)
+            engine.add(str(number), prompts[number], number % 3)
             engine.step()
         assert adapters[3] is not None
         late = engine.load(adapters[3])
         for number in (6, 7):
-            engine.add(str(number), long_prompt(length, number), late)
+            engine.add(str(number), prompts[number], late)
         results.append(engine.run())
     for name, result in results[1].items():
         assert results[0][name].token_ids == result.token_ids
     for number in range(8):
         path = adapters[number % 3 if number < 6 else 3]
-        prompt = long_prompt(length + (11 * number if number < 6 else 0), number)
-        assert results[0][str(number)].token_ids == peft_greedy(model, path, prompt, 8)
+        expected = peft_greedy(model, path, prompts[number], 8)
+        assert results[0][str(number)].token_ids == expected
 
 
 def test_adapters_come_and_go_between_replays(files: tuple[Path, list[Path | None]]) -> None:
@@ -126,8 +121,8 @@ def test_adapters_come_and_go_between_replays(files: tuple[Path, list[Path | Non
     for turn in range(3):
         for adapter, path in enumerate(adapters):
             name = f"{turn}-{adapter}"
-            engine.add(name, prompt_of(turn), ids[adapter], max_tokens=6)
-            assert engine.run()[name].token_ids == peft_greedy(model, path, prompt_of(turn), 6)
+            engine.add(name, short_prompt(turn), ids[adapter], max_tokens=6)
+            assert engine.run()[name].token_ids == peft_greedy(model, path, short_prompt(turn), 6)
 
 
 @contextmanager
@@ -159,7 +154,7 @@ def test_a_launch_never_waits_for_the_device(
     engine = engine_of(*files)
     monkeypatch.setattr(Runner, "launch", checked)
     for number in range(9):
-        engine.add(str(number), prompt_of(number) * 5, number % 4, max_tokens=20, **sampling)
+        engine.add(str(number), short_prompt(number) * 5, number % 4, max_tokens=20, **sampling)
     results = engine.run()
     assert all(len(result.token_ids) == 20 for result in results.values())
 

@@ -75,7 +75,7 @@ async def answers(model: Path, cases: Sequence[Case], size: int, dtype: str) -> 
             gpu_memory_utilization=0.2,
             max_loras=len(cases),
             max_num_seqs=32,
-            max_num_batched_tokens=128,  # each size of a graph compiles kernels
+            max_num_batched_tokens=160,  # each size of a graph compiles kernels
             tensor_parallel_size=size,
         )
     )

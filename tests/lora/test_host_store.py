@@ -1,6 +1,8 @@
 """The host store over real files: background reads, sharing by content, release at any moment."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
@@ -279,6 +281,31 @@ def test_the_least_recently_used_is_put_out(two: HostStore) -> None:
         two.get(TWO)
     assert two.release(TWO) == 0
     assert two.release(ONE) == size
+
+
+def test_readers_leave_the_threads_of_others_alone(model: Path, adapters: list[Path]) -> None:
+    """In a process of its own: torch's number of threads is one for all that have none yet."""
+    script = """
+import sys
+from pathlib import Path
+import torch
+from lorakeet.configs.settings import Settings
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.host_store import HostStore
+from lorakeet.lora.specs import group_specs
+from lorakeet.models.config import load_config
+from lorakeet.server.engine.process import limit_threads
+model, adapter = map(Path, sys.argv[1:])
+limit_threads(Settings(model=str(model), device="cpu"))
+specs = group_specs(load_config(model))
+store = HostStore(specs, max_rank=16, dtype=torch.float32)
+store.load(AdapterId(1), adapter).result(60)
+print(torch.get_num_threads())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", script, str(model), str(adapters[0])]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(output.stdout) == len(os.sched_getaffinity(0))
 
 
 def test_what_is_kept_or_pinned_stays(two: HostStore, adapters: list[Path]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 
 from lorakeet.configs.settings import Settings
@@ -22,6 +23,7 @@ from lorakeet.server.engine.run import make_scheduler
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter
+from support.models import VOCAB_SIZE
 
 
 def cpu_settings(model: Path, **values: Any) -> Settings:
@@ -42,6 +44,11 @@ def overflowing_adapter(folder: Path, model: Path) -> Path:
     file = folder / "adapter_model.safetensors"
     save_file({name: weight * 1e30 for name, weight in load_file(file).items()}, file)
     return folder
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Any tokens but the special ones."""
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
 @dataclass

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import nn
 
 from lorakeet.lora.adapter import AdapterId
+from lorakeet.server.engine import slot_loads
 from support.adapters import base_model, make_adapter
 from support.blends import combined_model, logprobs, summed_model
-from support.engines import Collected, StepEngine
-from support.models import VOCAB_SIZE, tiny_model
+from support.engines import Collected, StepEngine, prompt_of
+from support.models import tiny_model
 
 TOLERANCE = 1e-3
 
@@ -71,10 +71,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Files(tmp_path_factory.mktemp("blends"))
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
 def check(oracle: nn.Module, prompt: list[int], result: Collected) -> None:
@@ -214,6 +210,23 @@ def test_blends_follow_their_adapters_when_these_move_in_the_pool(files: Files) 
         number = int(name[-1])
         check(files.oracle(_BLENDS[number]), prompt_of(7, number), result)
     engine.scheduler.check()
+
+
+def test_copies_that_begin_one_a_step_come_in_order(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many are asked for at once: a blend's own begins after those of its parts."""
+    monkeypatch.setattr(slot_loads, "_STEP_BYTES", 1)
+    engine = files.engine(max_loras=12)
+    blends = {f"blend {number}": blend for number, blend in enumerate(_BLENDS)}
+    alone = {f"alone {number}": ((number, 1.0),) for number in range(1, 7)}
+    prompt = prompt_of(9, 5)
+    for name, blend in (blends | alone).items():
+        parts = tuple(part for part in blend if part[1])
+        engine.add(name, prompt, blend=parts, max_tokens=3, logprobs=0)
+    results = engine.run()
+    for name, blend in (blends | alone).items():
+        check(files.oracle(blend), prompt, results[name])
 
 
 def test_a_blend_that_overflows_is_an_error_of_its_row_alone(files: Files) -> None:

@@ -1,4 +1,4 @@
-"""Decode on padded static batches: what CUDA graphs capture, run eagerly on the CPU (B07)."""
+"""Steps on padded static batches: what CUDA graphs capture, run eagerly on the CPU (B07)."""
 
 import random
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from lorakeet.server.engine.graphs import StaticBatch, graph_sizes
 from lorakeet.server.engine.inputs import StepArrays
 from lorakeet.server.engine.step import Step
 from support.adapters import make_adapter, peft_greedy
-from support.engines import StepEngine, overflowing_adapter
-from support.models import VOCAB_SIZE, tiny_model
+from support.engines import StepEngine, overflowing_adapter, prompt_of
+from support.models import tiny_model
 from support.pools import filled_pool, random_adapter, same_rank
 
 MAX_SEQS = 20  # sizes 1, 2, 4, 8, 16, 20
@@ -53,11 +53,6 @@ def engine_of(
     if graphs:
         engine.runner.capture_graphs()
     return engine
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
 def note_runs(engine: StepEngine) -> list[tuple[int, bool, int]]:
@@ -171,13 +166,17 @@ def test_base_steps_hold_no_lora_work(model: Path, adapters: tuple[Path, ...]) -
     assert sizes == [*with_prompt_first, (8, True), (2, True), (2, True), (1, False)]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2_window"])
 def test_chunks_are_replayed_unless_too_deep_in_a_prompt(
-    model: Path, adapters: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks of up to 12 tokens, beside decodes and alone."""
+    """Prompts in chunks of up to 12 tokens, beside decodes and alone; the second time, most of them
+    are in the prefix cache."""
     monkeypatch.setattr(graphs, "_MOST_REREAD", 12 * 40)
-    plain = engine_of(model, adapters[:2], graphs=False, max_num_batched_tokens=12)
-    padded = engine_of(model, adapters[:2], graphs=True, max_num_batched_tokens=12)
+    model = tiny_model(tmp_path / "model", kind)
+    adapters = tuple(make_adapter(tmp_path / name, model, seed=ord(name)) for name in "ab")
+    plain = engine_of(model, adapters, graphs=False, max_num_batched_tokens=12)
+    padded = engine_of(model, adapters, graphs=True, max_num_batched_tokens=12)
     used, eager = note_runs(padded), list[int]()
     run_model = padded.runner._run_model
 
@@ -187,18 +186,21 @@ def test_chunks_are_replayed_unless_too_deep_in_a_prompt(
 
     monkeypatch.setattr(padded.runner, "_run_model", note_eager)
     for engine in (plain, padded):
-        for number, length in enumerate((30, 60, 7)):
-            engine.add(str(number), prompt_of(length, number), number, max_tokens=4)
-            engine.step()
-        engine.run()
+        for turn in range(2):
+            for number, length in enumerate((30, 60, 7)):
+                engine.add(f"{turn}-{number}", prompt_of(length, number), number, max_tokens=4)
+                engine.step()
+            engine.run()
     assert max(count for _, _, count in used) == 12
     assert eager
     assert all(num_reread > 12 * 40 for num_reread in eager)
     for number, length in enumerate((30, 60, 7)):
         path = adapters[number - 1] if number else None
         expected = peft_greedy(model, path, prompt_of(length, number), 4)
-        assert plain.results[str(number)].token_ids == expected
-        assert padded.results[str(number)].token_ids == expected
+        for turn in range(2):
+            assert plain.results[f"{turn}-{number}"].token_ids == expected
+            assert padded.results[f"{turn}-{number}"].token_ids == expected
+        assert padded.results[f"1-{number}"].cached_tokens
 
 
 def test_each_token_of_a_pass_as_a_sequence() -> None:

@@ -27,7 +27,7 @@ from lorakeet.server.engine.step import (
     Step,
 )
 from support.adapters import make_adapter, peft_greedy, peft_logprobs
-from support.engines import StepEngine, cpu_settings, overflowing_adapter
+from support.engines import StepEngine, cpu_settings, overflowing_adapter, prompt_of
 from support.models import VOCAB_SIZE, tiny_model
 
 TOLERANCE = 1e-3
@@ -56,10 +56,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
             ),
         ),
     )
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
 
 
 def engine_with_adapters(files: Files, **settings: Any) -> StepEngine:
