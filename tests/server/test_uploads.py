@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorakeet.server import uploads
+from lorakeet.server import app, uploads
 from lorakeet.server.files import FolderError
 from lorakeet.server.uploads import Uploads
 from support.toy_server import ToyServer, adapter_folder, toy_server
@@ -83,6 +83,18 @@ def test_upload_use_unload(toy: ToyServer, store: Path) -> None:
     assert toy.http.delete(f"{ADAPTERS}/x").json()["freed_bytes"] == 1024 + 2 * 100 + 3 * 7
     assert settled(store, 0)
     assert not toy.engine.adapters
+
+
+@pytest.mark.parametrize("kind", ["multipart/form-data", "Multipart/Form-Data"])
+def test_uploads_do_not_count_as_bodies_in_memory(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 5000)
+    form = toy.http.build_request("POST", ADAPTERS, data={"name": "x"}, files=files())
+    headers = {"content-type": form.headers["content-type"].replace("multipart/form-data", kind)}
+    response = toy.http.post(ADAPTERS, content=form.read(), headers=headers)
+    assert response.status_code == 200, response.text
+    assert shift(toy, "x") == 3
 
 
 def test_a_version_each_step_of_a_training(toy: ToyServer, store: Path) -> None:
