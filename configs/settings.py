@@ -1,5 +1,6 @@
 """Every setting of the server, its default, and its limits: one frozen object."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -165,4 +166,11 @@ def load(config_file: Path | None = None, **overrides: Any) -> Settings:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         unknown = first["type"] == "extra_forbidden"
-        raise SettingsError(f"{name}: {'unknown setting' if unknown else first['msg']}") from None
+        reason = f"unknown setting{_similar(name)}" if unknown else first["msg"]
+        raise SettingsError(f"{name}: {reason}") from None
+
+
+def _similar(name: str) -> str:
+    """What a setting of another name may have meant."""
+    found = difflib.get_close_matches(name, Settings.model_fields, n=1)
+    return "".join(f" (did you mean {one}?)" for one in found)

@@ -29,7 +29,7 @@ class Selection:
 
     @property
     def label(self) -> str | None:
-        """For metrics, which count it among the others, and the log; None: the base model."""
+        """For metrics, which count it among the others, logs and headers; None: the base model."""
         return "(blend)" if self.blend else self.adapter
 
 

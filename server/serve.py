@@ -170,10 +170,13 @@ def _print_usage(server: Server, url: str) -> None:
 
 
 def _with_demo(settings: Settings) -> Settings:
-    """Without a model, the demo model's adapters are served as well."""
+    """Without a model, the demo model's adapters are served as well, and may be loaded again."""
     if settings.model is not None:
         return settings
-    return settings.model_copy(update={"adapters": demo_adapters() | settings.adapters})
+    adapters = demo_adapters()
+    roots = dict.fromkeys([*settings.adapter_dirs, *(path.parent for path in adapters.values())])
+    changed = {"adapters": adapters | settings.adapters, "adapter_dirs": tuple(roots)}
+    return settings.model_copy(update=changed)
 
 
 class _WebServer(uvicorn.Server):

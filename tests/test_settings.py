@@ -49,6 +49,11 @@ def test_a_bad_setting_is_named(key: str, value: Any) -> None:
         settings.load(**{key: value})
 
 
+def test_what_an_unknown_setting_may_have_meant() -> None:
+    with pytest.raises(SettingsError, match=r"^adapter_dir: .*\(did you mean adapter_dirs\?\)$"):
+        settings.load(adapter_dir="x")
+
+
 @pytest.mark.parametrize(
     "content",
     ["[1, 2]", "a: [", ": :", "1: 2", "port: 2024-13-45", "port: " + "9" * 5000, "[" * 5000],

@@ -194,8 +194,8 @@ class Answer(Response):
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
-        if (adapter := self._plan.selection.adapter) is not None:
-            headers = [*headers, (b"x-lorakeet-adapter", adapter.encode())]
+        who = self._plan.selection.label or self._server.base_name
+        headers = [*headers, (b"x-lorakeet-adapter", who.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _timed(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:

@@ -50,6 +50,14 @@ def test_it_is_listed_with_its_adapters(server: ServerProcess) -> None:
     assert all(Path(card["root"]).is_dir() for card in cards[1:])
 
 
+def test_its_adapters_can_be_unloaded_and_loaded_again(server: ServerProcess) -> None:
+    path = demo_adapters()["pirate"]
+    before = ask(server, "pirate")
+    assert server.unload("pirate").status_code == 200
+    assert server.load("pirate", path).status_code == 200
+    assert ask(server, "pirate") == before
+
+
 def test_it_ends_with_lines_to_paste(server: ServerProcess) -> None:
     usage = server.log.partition("ready: ")[2]
     for name in (BASE, *demo_adapters()):
