@@ -65,7 +65,7 @@ class Registry:
         self._state_file = state_file
         self._uploads = uploads
         self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
-        self._contents = Contents(engine, self._discard)
+        self._contents = Contents(engine, self.discard)
         self._versions: dict[str, Version] = {}
         self._leases = Leases(self._contents)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -267,20 +267,29 @@ class Registry:
             await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
         finally:
             self._contents.release(new.adapter_id, new.number)
-        if old.path != new.path:
-            self._discard(old.path)
         return kept
 
     def _forget(self, name: str) -> Unloaded | None:
         """A registration is superseded: returns it. The folder of its upload is not needed more."""
         known = self.catalog.forget(name)
         if known is not None:
-            self._discard(known.path)
+            self.discard(known.path)
         return known
 
-    def _discard(self, folder: Path) -> None:
-        """The folder of an upload stays until no state on the disk names it: a kill may come."""
-        self._uploads.discard(folder, after=self.save)
+    def discard(self, folder: Path) -> None:
+        """Remove the folder of an upload, unless a name has it, once no state on the disk names it:
+        a kill may come."""
+
+        async def is_free() -> bool:
+            return not self._names(folder) and await self.save()
+
+        self._uploads.discard(folder, after=is_free)
+
+    def _names(self, folder: Path) -> bool:
+        versions, registered = self._versions.values(), self.catalog.registered.values()
+        return any(version.path == folder for version in versions) or any(
+            known.path == str(folder) for known in registered
+        )
 
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)

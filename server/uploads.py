@@ -112,7 +112,7 @@ class Uploads:
     def discard(self, folder: Path, after: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Remove a folder of an upload, in the background; any other is left alone.
 
-        It stays, until the next start, when what must come before has failed.
+        It stays, at least until the next start, when what comes before says so.
         """
 
         async def remove() -> None:

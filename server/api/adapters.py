@@ -81,7 +81,7 @@ async def _load_upload(server: Server, upload: Upload) -> Loaded:
             name, upload.folder, _flag(fields, "load_inplace"), _flag(fields, "pinned")
         )
     except BaseException:
-        server.uploads.discard(upload.folder)
+        server.registry.discard(upload.folder)
         raise
 
 

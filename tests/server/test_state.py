@@ -210,6 +210,25 @@ def test_an_upload_stays_when_the_state_cannot_be_written(
     assert not second.exists()
 
 
+def test_a_registered_upload_outlives_a_load_that_fails(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """Its pin may find no room now, and find some later."""
+    config = json.dumps({"k": 3}).encode()
+    named = {"adapter_config.json": config, "adapter_model.safetensors": b"w"}
+    fields = {"name": "x", "pinned": "true"}
+    with toy_server(toy_model, **kept) as toy:
+        files = [("f", one) for one in named.items()]
+        folder = Path(toy.http.post("/v1/adapters", data=fields, files=files).json()["path"])
+    with toy_server(toy_model, **kept) as toy:
+        assert load(toy, "y", adapter_folder(root / "deep" / "y", 5), pinned=True).is_success
+        assert ask(toy, "x").status_code == 400
+        time.sleep(0.2)
+        assert folder.is_dir()
+        toy.http.post(UNLOAD, json={"lora_name": "y"})
+        assert shift(toy, "x") == 3
+
+
 def test_a_name_that_is_the_models_now_is_not_taken_over(
     toy_model: Path, root: Path, kept: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
