@@ -166,8 +166,13 @@ class Registry:
         if task is None:
             task = asyncio.create_task(self._load_from_disk(name))
             self._lazy_loads[name] = task
-            task.add_done_callback(lambda _: self._lazy_loads.pop(name))
+            task.add_done_callback(lambda done: self._loaded_lazily(name, done))
         await asyncio.shield(task)
+
+    def _loaded_lazily(self, name: str, done: asyncio.Task[None]) -> None:
+        del self._lazy_loads[name]
+        if not done.cancelled():
+            done.exception()  # of the waiters, if any is left: it is not for the log
 
     async def _load_from_disk(self, name: str) -> None:
         async with self._lock(name):
