@@ -25,9 +25,11 @@ from lorakeet.server.errors import (
     APIError,
     BadRequestError,
     ConflictError,
+    InsufficientStorageError,
     ModelNotFoundError,
     NotFoundError,
 )
+from lorakeet.server.files import is_full
 from lorakeet.server.leases import Leases, Retired
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import Profile
@@ -286,7 +288,7 @@ class Registry:
         a kill may come."""
 
         async def is_free() -> bool:
-            return not self._names(folder) and await self.save()
+            return not self._names(folder) and await self._state_file.saved(self._state)
 
         self._uploads.discard(folder, after=is_free)
 
@@ -355,9 +357,18 @@ class Registry:
 
     # --- what outlives the server -----------------------------------------------------------------
 
-    async def save(self) -> bool:
-        """Keep the names and aliases over a restart; whether they are."""
-        return await self._state_file.save(self._state)
+    async def save(self) -> None:
+        """Keep the names and aliases over a restart. Raises APIError for a change that is in effect
+        and could not be saved yet."""
+        try:
+            await self._state_file.save(self._state)
+        except OSError as error:
+            message = (
+                "The change is in effect, but a restart would lose it: it could not be saved in "
+                f"--state-dir ({error.strerror}), which is tried again until it succeeds"
+            )
+            kind = InsufficientStorageError if is_full(error) else APIError
+            raise kind(message, code="state_not_saved") from None
 
     def _state(self) -> State:
         registered = dict(self.catalog.registered)

@@ -189,6 +189,7 @@ class Server:
     async def close(self) -> None:
         if self._checking is not None:
             self._checking.cancel()
+        await self._state_file.stop()
         await self.uploads.close()
         self._state_file.close()
         await self._renderer.close()
