@@ -1,6 +1,7 @@
 """What outlives the server: registered adapters, names taken away, aliases. One JSON file."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,12 @@ import msgspec
 from filelock import BaseFileLock
 
 from lorakeet.server.aliases import Target
-from lorakeet.server.files import FolderError, take_folder, write_atomically
+from lorakeet.server.files import FolderError, in_thread, take_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "lorakeet-state.json"
+RETRY_SECONDS = 5.0  # between tries to save what could not be saved
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -39,6 +41,8 @@ class StateFile:
         self._writing = asyncio.Lock()
         self._changes = 0
         self._written = 0
+        self._retrying: asyncio.Task[bool] | None = None
+        self._stopping = asyncio.Event()
 
     def open(self) -> State:
         """What was saved last. Waits for the disk; raises FolderError."""
@@ -53,25 +57,54 @@ class StateFile:
         except (OSError, msgspec.DecodeError) as error:
             raise FolderError(f"{file} cannot be read: {error}") from None
 
-    async def save(self, state: Callable[[], State]) -> bool:
-        """Returns when the present state, or a later one, is on the disk; False, and a log line,
-        when it could not be written. True where nothing is kept."""
+    async def save(self, state: Callable[[], State]) -> None:
+        """Returns when the present state, or a later one, is on the disk, or nothing is kept.
+
+        Raises OSError when it cannot be written; that is tried again until it succeeds.
+        """
         if self._folder is None:
-            return True
+            return
         self._changes += 1
         change = self._changes
         async with self._writing:
             if self._written >= change:
-                return True
+                return
             latest = self._changes
             data = msgspec.json.format(msgspec.json.encode(state()))
             try:
-                await asyncio.to_thread(write_atomically, self._folder / FILE_NAME, data)
+                await in_thread(write_atomically, self._folder / FILE_NAME, data)
             except OSError as error:
                 logger.error("registered adapters are not saved: %s", error)
-                return False
+                if self._retrying is None and not self._stopping.is_set():
+                    self._retrying = asyncio.create_task(self._retry(state))
+                raise
             self._written = latest
-            return True
+
+    async def saved(self, state: Callable[[], State]) -> bool:
+        """As `save`, but waits until it succeeds; False: `stop` came first."""
+        try:
+            await self.save(state)
+        except OSError:
+            return self._retrying is not None and await asyncio.shield(self._retrying)
+        return True
+
+    async def _retry(self, state: Callable[[], State]) -> bool:
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await self._stopping.wait()
+            with contextlib.suppress(OSError):
+                await self.save(state)
+                self._retrying = None
+                logger.info("registered adapters are saved again")
+                return True
+        return False
+
+    async def stop(self) -> None:
+        """Try a last time what could not be saved."""
+        self._stopping.set()
+        if self._retrying is not None:
+            await self._retrying
 
     def close(self) -> None:
         if self._lock is not None:

@@ -35,14 +35,13 @@ _TOKENS = ("vocab", "merges")  # the parts of "model" that hold tokens
 
 
 class AdapterTokenizers:
-    """Loads them; thread-safe. A digest of None stands for the model's own."""
+    """Loads them, in one thread at a time. A digest of None stands for the model's own."""
 
     def __init__(self, base: Tokenizer, base_folder: Path) -> None:
         self._base = base
         self._base_folder = base_folder
         self._base_config: dict[str, Any] | None = None  # read when it is needed first
         self._base_digest: bytes | None = None
-        self._loading = Lock()  # one at a time: each may take a second and hundreds of megabytes
         self._kept = _Kept()
 
     def load(self, folder: Path) -> tuple[bytes | None, Tokenizer]:
@@ -50,26 +49,25 @@ class AdapterTokenizers:
 
         Raises TextConfigError for one that cannot be used.
         """
-        with self._loading:
-            data = read_file(folder, TOKENIZER_NAME, MAX_FILE_BYTES)
-            if data is None:
-                return None, self._base
-            config = _parse(data)
-            self._read_base()
-            digest = _digest(config)
-            if digest == self._base_digest:
-                return None, self._base
-            tokenizer = self._kept.get(digest)
-            if tokenizer is None:
-                assert self._base_config is not None
-                _check_pipeline(config, self._base_config)
-                tokenizer = _load(data)
-                _check_tokens(config)
-                self._kept.add(digest, tokenizer)
-            return digest, tokenizer
+        data = read_file(folder, TOKENIZER_NAME, MAX_FILE_BYTES)
+        if data is None:
+            return None, self._base
+        config = _parse(data)
+        self._read_base()
+        digest = _digest(config)
+        if digest == self._base_digest:
+            return None, self._base
+        tokenizer = self._kept.get(digest)
+        if tokenizer is None:
+            assert self._base_config is not None
+            _check_pipeline(config, self._base_config)
+            tokenizer = _load(data)
+            _check_tokens(config)
+            self._kept.add(digest, tokenizer)
+        return digest, tokenizer
 
     def at_hand(self, digest: bytes | None) -> Tokenizer | None:
-        """The tokenizer of this digest, unless it has to be read."""
+        """The tokenizer of this digest, unless it has to be read. From any thread."""
         return self._base if digest is None else self._kept.get(digest)
 
     def load_again(self, folder: Path, digest: bytes | None) -> Tokenizer:

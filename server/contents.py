@@ -5,7 +5,7 @@ Each version that lives uses its content; what the engine holds goes with the la
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,7 @@ class Freed:
 class _Content:
     loaded: AdapterLoaded
     uses: dict[int, Use] = field(default_factory=dict)  # by version
-    folders: set[Path] = field(default_factory=set)  # of all versions so far
+    left: set[Path] = field(default_factory=set)  # out of use, but the engine may read there
     told: "_Told | None" = None
     telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one change at a time
 
@@ -94,13 +94,13 @@ class Contents:
     def release(self, adapter_id: int, version: int) -> "asyncio.Future[AdapterUnloaded] | None":
         """The version is gone. The future says what that frees; None: others use the content."""
         content = self._contents[adapter_id]
-        del content.uses[version]
+        content.left.add(content.uses.pop(version).path)
         if content.uses:
             self._in_background(self._tell_later(content))
             return None
         del self._contents[adapter_id], self._by_digest[content.loaded.digest]
         unloaded = self._engine.unload_adapter(adapter_id)
-        unloaded.add_done_callback(lambda _: self._discard_all(content))
+        unloaded.add_done_callback(lambda _: self._discard_left(content, needed=()))
         return unloaded
 
     async def freed(self, unloaded: "asyncio.Future[AdapterUnloaded] | None") -> Freed:
@@ -122,10 +122,11 @@ class Contents:
         before = content.uses.get(version)
         # from here on the content stays; a pin counts only once its turn has come
         content.uses[version] = replace(use, pinned=before is not None and before.pinned)
-        content.folders.add(use.path)
         try:
             async with content.telling:
                 content.uses[version] = use
+                if before is not None:
+                    content.left.add(before.path)
                 await self._tell(content)
         except BaseException:
             if before is None:
@@ -142,10 +143,11 @@ class Contents:
     async def _tell(self, content: _Content) -> None:
         """Let the engine know where to read it again, and whether it is pinned."""
         wanted = content.wanted
-        if wanted == content.told:
-            return
-        await self._engine.update_adapter(content.loaded.adapter_id, wanted.paths, wanted.pinned)
-        content.told = wanted
+        if wanted != content.told:
+            adapter_id = content.loaded.adapter_id
+            await self._engine.update_adapter(adapter_id, wanted.paths, wanted.pinned)
+            content.told = wanted
+        self._discard_left(content, {*wanted.paths, *content.wanted.paths})
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
@@ -156,6 +158,8 @@ class Contents:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _discard_all(self, content: _Content) -> None:
-        for folder in content.folders:
+    def _discard_left(self, content: _Content, needed: Collection[str]) -> None:
+        gone = {folder for folder in content.left if str(folder) not in needed}
+        content.left -= gone
+        for folder in gone:
             self._discard(folder)

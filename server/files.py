@@ -1,6 +1,9 @@
 """Files that must survive a crash whole, and folders that belong to one server at a time."""
 
+import asyncio
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,6 +12,21 @@ from filelock import FileLock, Timeout
 
 class FolderError(Exception):
     """A folder of the server's own cannot be used; the message names it."""
+
+
+async def in_thread(function: Callable[..., None], *args: object) -> None:
+    """As asyncio.to_thread; cancelled, it waits all the same: a thread cannot be stopped."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise
+
+
+def is_full(error: OSError) -> bool:
+    """The disk has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -25,9 +25,11 @@ from lorakeet.server.errors import (
     APIError,
     BadRequestError,
     ConflictError,
+    InsufficientStorageError,
     ModelNotFoundError,
     NotFoundError,
 )
+from lorakeet.server.files import is_full
 from lorakeet.server.leases import Leases, Retired
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import Profile
@@ -65,7 +67,7 @@ class Registry:
         self._state_file = state_file
         self._uploads = uploads
         self.catalog = Catalog(base_name, settings.adapter_dirs, uploads)
-        self._contents = Contents(engine, self._discard)
+        self._contents = Contents(engine, self.discard)
         self._versions: dict[str, Version] = {}
         self._leases = Leases(self._contents)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -166,8 +168,13 @@ class Registry:
         if task is None:
             task = asyncio.create_task(self._load_from_disk(name))
             self._lazy_loads[name] = task
-            task.add_done_callback(lambda _: self._lazy_loads.pop(name))
+            task.add_done_callback(lambda done: self._loaded_lazily(name, done))
         await asyncio.shield(task)
+
+    def _loaded_lazily(self, name: str, done: asyncio.Task[None]) -> None:
+        del self._lazy_loads[name]
+        if not done.cancelled():
+            done.exception()  # of the waiters, if any is left: it is not for the log
 
     async def _load_from_disk(self, name: str) -> None:
         async with self._lock(name):
@@ -267,20 +274,29 @@ class Registry:
             await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
         finally:
             self._contents.release(new.adapter_id, new.number)
-        if old.path != new.path:
-            self._discard(old.path)
         return kept
 
     def _forget(self, name: str) -> Unloaded | None:
         """A registration is superseded: returns it. The folder of its upload is not needed more."""
         known = self.catalog.forget(name)
         if known is not None:
-            self._discard(known.path)
+            self.discard(known.path)
         return known
 
-    def _discard(self, folder: Path) -> None:
-        """The folder of an upload stays until no state on the disk names it: a kill may come."""
-        self._uploads.discard(folder, after=self.save)
+    def discard(self, folder: Path) -> None:
+        """Remove the folder of an upload, unless a name has it, once no state on the disk names it:
+        a kill may come."""
+
+        async def is_free() -> bool:
+            return not self._names(folder) and await self._state_file.saved(self._state)
+
+        self._uploads.discard(folder, after=is_free)
+
+    def _names(self, folder: Path) -> bool:
+        versions, registered = self._versions.values(), self.catalog.registered.values()
+        return any(version.path == folder for version in versions) or any(
+            known.path == str(folder) for known in registered
+        )
 
     def _lock(self, name: str) -> asyncio.Lock:
         lock = self._locks.get(name)
@@ -341,9 +357,18 @@ class Registry:
 
     # --- what outlives the server -----------------------------------------------------------------
 
-    async def save(self) -> bool:
-        """Keep the names and aliases over a restart; whether they are."""
-        return await self._state_file.save(self._state)
+    async def save(self) -> None:
+        """Keep the names and aliases over a restart. Raises APIError for a change that is in effect
+        and could not be saved yet."""
+        try:
+            await self._state_file.save(self._state)
+        except OSError as error:
+            message = (
+                "The change is in effect, but a restart would lose it: it could not be saved in "
+                f"--state-dir ({error.strerror}), which is tried again until it succeeds"
+            )
+            kind = InsufficientStorageError if is_full(error) else APIError
+            raise kind(message, code="state_not_saved") from None
 
     def _state(self) -> State:
         registered = dict(self.catalog.registered)

@@ -3,8 +3,8 @@
     start → ready → SIGTERM or SIGINT: drain → exit 0
                   → the engine dies → exit 1
 
-Draining: no new work; what runs may finish within `drain_timeout`, then it ends with an error. A
-second signal ends it at once.
+Draining: no new work; what runs (requests, uploads, loads and other changes) may finish within
+`drain_timeout`, then it ends with an error. A second signal ends it at once.
 """
 
 import asyncio

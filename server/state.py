@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from lorakeet.configs.settings import Settings
 from lorakeet.server.adapter_state import StateFile
@@ -26,6 +27,7 @@ from lorakeet.server.tokens import Tokenizer, TokenizerError
 from lorakeet.server.uploads import Uploads
 from lorakeet.server.versions import Version
 
+T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "dead"]
 
 _PHASE_MESSAGES = {
@@ -147,6 +149,24 @@ class Server:
         is_base = template == self._profile.text.chat_template
         return self._renderer if is_base else self._adapter_renderer
 
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that a drain waits for, and that `finish` ends. Raises what it raises, or that."""
+        self.running += 1
+        task = asyncio.create_task(work)
+        try:
+            endings: set[asyncio.Future[Any]] = {task, self.finished}
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            was_done = task.done()
+        finally:
+            try:
+                task.cancel()
+                await asyncio.wait({task})  # it cleans up
+            finally:
+                self.running -= 1
+        if not was_done and (task.cancelled() or task.exception() is not None):
+            raise self.finished.result()
+        return task.result()
+
     async def drained(self) -> None:
         """Return when no answer is being made any more."""
         while self.running:
@@ -169,6 +189,7 @@ class Server:
     async def close(self) -> None:
         if self._checking is not None:
             self._checking.cancel()
+        await self._state_file.stop()
         await self.uploads.close()
         self._state_file.close()
         await self._renderer.close()
@@ -192,3 +213,16 @@ def _tokenizer_failed(error: TokenizerError, param: str) -> BadRequestError:
 def server_of(request: Request) -> Server:
     server: Server = request.app.state.server
     return server
+
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def is_work(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that `Server.run` runs, as it changes what is served."""
+
+    @functools.wraps(endpoint)
+    async def run(request: Request) -> Response:
+        return await server_of(request).run(endpoint(request))
+
+    return run

@@ -9,7 +9,6 @@ size, and all that are kept are limited by their disk: `MIN_FREE` of it stays fr
 
 import asyncio
 import contextlib
-import errno
 import logging
 import re
 import shutil
@@ -32,7 +31,7 @@ from lorakeet.server.errors import (
     InsufficientStorageError,
     OverloadedError,
 )
-from lorakeet.server.files import sync_file, sync_folder, take_folder
+from lorakeet.server.files import in_thread, is_full, sync_file, sync_folder, take_folder
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class Uploads:
         with self._place():
             try:
                 await _receive(request, receiver)
-                await _in_thread(_finish, receiver, final)
+                await in_thread(_finish, receiver, final)
             except BaseException as error:
                 await asyncio.shield(asyncio.to_thread(receiver.abandon))
                 self.discard(final)  # it has this name already when only the last sync has failed
@@ -112,7 +111,7 @@ class Uploads:
     def discard(self, folder: Path, after: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Remove a folder of an upload, in the background; any other is left alone.
 
-        It stays, until the next start, when what must come before has failed.
+        It stays, at least until the next start, when what comes before says so.
         """
 
         async def remove() -> None:
@@ -155,7 +154,7 @@ async def _receive(request: Request, receiver: "_Receiver") -> None:
             async for block in _blocks(request):
                 if writing is not None:
                     await writing
-                writing = tasks.create_task(_in_thread(receiver.feed, block))
+                writing = tasks.create_task(in_thread(receiver.feed, block))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 
@@ -168,16 +167,6 @@ async def _blocks(request: Request) -> AsyncIterator[bytes]:
             yield bytes(block)
             block.clear()
     yield bytes(block)
-
-
-async def _in_thread(function: Callable[..., None], *args: object) -> None:
-    """As asyncio.to_thread; cancelled, it waits all the same: a thread cannot be stopped."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.gather(running, return_exceptions=True)
-        raise
 
 
 def _finish(receiver: "_Receiver", final: Path) -> None:
@@ -201,7 +190,7 @@ def _too_large(limit: int) -> BodyTooLargeError:
 def _disk_failed(error: OSError) -> APIError:
     logger.error("an upload cannot be written: %s", error)
     message = f"The upload cannot be written: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return InsufficientStorageError(message)
     return APIError(message, code="upload_failed")
 

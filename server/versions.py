@@ -3,8 +3,11 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
@@ -14,6 +17,8 @@ from lorakeet.server.errors import BadRequestError, NotFoundError
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import AdapterProfile, Profile, read_profile
 from lorakeet.server.text_config import TextConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class VersionReader:
         self._base = base
         self._tokenizers = tokenizers
         self._numbers = itertools.count(1)
+        # One at a time: a tokenizer may take a second and hundreds of megabytes. Of its own: who
+        # waits here must not hold the threads that all share.
+        self._thread = ThreadPoolExecutor(1, "profiles")
 
     async def read(
         self,
@@ -66,7 +74,7 @@ class VersionReader:
         """
         number = next(self._numbers)
         try:
-            own = await asyncio.to_thread(read_profile, folder, self._tokenizers)
+            own = await self._in_turn(read_profile, folder, self._tokenizers)
             loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
@@ -92,8 +100,12 @@ class VersionReader:
         tokenizer = tokenizers.at_hand(digest)
         if tokenizer is None:
             try:
-                tokenizer = await asyncio.to_thread(tokenizers.load_again, version.path, digest)
+                tokenizer = await self._in_turn(tokenizers.load_again, version.path, digest)
             except TextConfigError as error:
                 message = f"The adapter {version.name!r} cannot be used: {error}"
                 raise BadRequestError(message, param="model", code="invalid_adapter") from None
         return version.profile.using(tokenizer)
+
+    async def _in_turn(self, function: Callable[..., T], *args: object) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *args)

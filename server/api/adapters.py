@@ -9,14 +9,26 @@ from lorakeet.server.catalog import Unloaded
 from lorakeet.server.engine.messages import AdapterState
 from lorakeet.server.errors import BadRequestError, NotFoundError
 from lorakeet.server.registry import Loaded
-from lorakeet.server.state import Server, server_of
+from lorakeet.server.state import Server, is_work, server_of
 from lorakeet.server.uploads import Upload
 from lorakeet.server.versions import Version
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
+@is_work
 async def load_lora_adapter(request: Request) -> Response:
+    return await _load(request)
+
+
+@is_work
+async def unload_lora_adapter(request: Request) -> Response:
+    server = server_of(request)
+    body = await read_body(request, UnloadRequest)
+    return await _unload(server, body.lora_name)
+
+
+async def _load(request: Request) -> Response:
     server = server_of(request)
     body = await read_body(request, LoadRequest)
     loaded = await server.registry.load(
@@ -26,12 +38,6 @@ async def load_lora_adapter(request: Request) -> Response:
         pinned=bool(body.pinned),
     )
     return _answer(server, loaded)
-
-
-async def unload_lora_adapter(request: Request) -> Response:
-    server = server_of(request)
-    body = await read_body(request, UnloadRequest)
-    return await _unload(server, body.lora_name)
 
 
 async def list_adapters(request: Request) -> Response:
@@ -44,11 +50,12 @@ async def list_adapters(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
+@is_work
 async def create_adapter(request: Request) -> Response:
     """A folder of the server's by its path (JSON), or files that come with the request."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "multipart/form-data":
-        return await load_lora_adapter(request)
+        return await _load(request)
     server = server_of(request)
     upload = await server.uploads.receive(request)
     return _answer(server, await _load_upload(server, upload))
@@ -67,6 +74,7 @@ async def get_adapter(request: Request) -> Response:
     return JSONResponse(_unloaded(server, name, found))
 
 
+@is_work
 async def delete_adapter(request: Request) -> Response:
     return await _unload(server_of(request), request.path_params["name"])
 
@@ -81,7 +89,7 @@ async def _load_upload(server: Server, upload: Upload) -> Loaded:
             name, upload.folder, _flag(fields, "load_inplace"), _flag(fields, "pinned")
         )
     except BaseException:
-        server.uploads.discard(upload.folder)
+        server.registry.discard(upload.folder)
         raise
 
 

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from lorakeet.server.aliases import Target
 from lorakeet.server.api.schemas import AliasRequest, read_body
-from lorakeet.server.state import server_of
+from lorakeet.server.state import is_work, server_of
 
 
 async def list_aliases(request: Request) -> Response:
@@ -16,6 +16,7 @@ async def list_aliases(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": data})
 
 
+@is_work
 async def put_alias(request: Request) -> Response:
     body = await read_body(request, AliasRequest)
     targets = [Target(target.adapter, target.weight) for target in body.targets]
@@ -28,6 +29,7 @@ async def get_alias(request: Request) -> Response:
     return JSONResponse(_card(alias, server_of(request).registry.aliases.get(alias)))
 
 
+@is_work
 async def delete_alias(request: Request) -> Response:
     alias = request.path_params["alias"]
     await server_of(request).registry.remove_alias(alias)

@@ -17,6 +17,7 @@ from lorakeet.server import adapter_tokenizers
 from lorakeet.server.admission import DEFAULT_COMPLETION_TOKENS
 from lorakeet.server.tokens import Tokenizer
 from support.models import END_ID, EOS_ID, TOKENIZER_SIZE, VOCAB_SIZE
+from support.servers import wait_until
 from support.toy_server import MAX_MODEL_LEN, ToyEngine, ToyServer, adapter_folder, toy_server
 from support.vocabularies import GROWN, SHRUNK, add_tokens
 
@@ -430,6 +431,33 @@ def test_while_a_tokenizer_is_read_others_run_on(
             assert not loading.done()
             go.set()
             assert loading.result().status_code == 200
+
+
+def test_many_that_wait_for_a_tokenizer_leave_others_their_threads(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the event loop has threads."""
+    names = [f"own{number}" for number in range(40)]
+    for name in names:
+        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    go, read_file = threading.Event(), adapter_tokenizers.read_file
+
+    def slow(*args: Any) -> bytes | None:
+        assert go.wait(60)
+        return read_file(*args)
+
+    with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
+        monkeypatch.setattr(adapter_tokenizers, "read_file", slow)
+        with ThreadPoolExecutor(len(names)) as threads:
+            loading = [threads.submit(complete, server, name, "a") for name in names]
+            try:
+                wait_until(lambda: all(map(server.server.registry.is_loading, names)), "all wait")
+                complete(server, "base", "a")
+                assert not any(load.done() for load in loading)
+            finally:
+                go.set()
+            for load in loading:
+                load.result()
 
 
 def _tokens(answer: Any) -> range:

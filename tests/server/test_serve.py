@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from support.servers import wait_until
+from support.toy_server import adapter_folder
 
 SCRIPT = """
 import asyncio, json, sys
@@ -60,7 +64,7 @@ class Process:
         }
         self.popen = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, json.dumps(values)],
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -151,6 +155,109 @@ def test_drain_ends_what_takes_too_long(toy_model: Path, ended_by: str) -> None:
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
         code, log = server.end()
         assert code == 0, log
+
+
+class SlowUpload:
+    """An upload of an adapter, of which the last byte is held back."""
+
+    def __init__(self, server: Process, name: str) -> None:
+        files = [
+            ("f", ("adapter_config.json", b'{"k": 3}')),
+            ("f", ("adapter_model.safetensors", b"w" * 3 * 2**20)),
+        ]
+        request = server.http.build_request(
+            "POST", "/v1/adapters", data={"name": name}, files=files
+        )
+        self._body = request.read()
+        head = (
+            "POST /v1/adapters HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            f"content-type: {request.headers['content-type']}\r\n"
+            f"content-length: {len(self._body)}\r\n\r\n"
+        )
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        self._socket.sendall(head.encode() + self._body[:-1])
+
+    def finish(self) -> None:
+        self._socket.sendall(self._body[-1:])
+
+    def answer(self) -> tuple[int, Any]:
+        with self._socket, self._socket.makefile("rb") as file:
+            head, _, body = file.read().partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body)
+
+
+def load(server: Process, path: Path) -> tuple[int, Any]:
+    body = {"lora_name": "loaded", "lora_path": str(path)}
+    with httpx.Client(base_url=server.http.base_url, timeout=20) as client:
+        response = client.post("/v1/load_lora_adapter", json=body)
+    return response.status_code, response.json()
+
+
+def uploads_of(store: Path) -> list[str]:
+    return [path.name for path in store.iterdir() if path.is_dir()]
+
+
+def test_drain_lets_uploads_finish(toy_model: Path, tmp_path: Path) -> None:
+    store, folder = tmp_path / "store", adapter_folder(tmp_path / "root" / "a", 3)
+    settings = {
+        "adapter_upload_dir": str(store),
+        "adapter_dirs": [str(folder.parent)],
+        "state_dir": str(tmp_path / "state"),
+    }
+    with process(toy_model, drain_timeout=60, **settings) as server:
+        server.wait_for("ok")
+        upload = SlowUpload(server, "x")
+        wait_until(lambda: uploads_of(store), "begun")
+        server.popen.send_signal(signal.SIGTERM)
+        server.wait_for("draining")
+        time.sleep(0.2)
+        assert load(server, folder)[0] == 503
+        refused = server.http.post("/v1/adapters", data={"name": "y"}, files={"f": b"w"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert server.popen.poll() is None
+        upload.finish()
+        status, answer = upload.answer()
+        assert (status, answer["id"]) == (200, "x")
+        code, log = server.end()
+        assert code == 0, log
+        assert "Traceback" not in log
+    with process(toy_model, **settings) as server:
+        server.wait_for("ok")
+        listed = server.http.get("/v1/adapters").json()["data"]
+        assert {one["id"] for one in listed} == {"a", "x"}
+        body = {"model": "x", "prompt": [40], "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("ended_by", ["limit", "second signal"])
+def test_drain_ends_uploads_and_loads(toy_model: Path, tmp_path: Path, ended_by: str) -> None:
+    store, folder = tmp_path / "store", adapter_folder(tmp_path / "root" / "deep" / "a", 3)
+    settings: dict[str, Any] = {
+        "adapter_upload_dir": str(store),
+        "adapter_dirs": [str(tmp_path / "root")],
+        "drain_timeout": 1 if ended_by == "limit" else 60,
+    }
+    with (
+        process(toy_model, {"loads_open": False}, **settings) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        server.wait_for("ok")
+        receiving, loading = SlowUpload(server, "receiving"), SlowUpload(server, "loading")
+        loading.finish()
+        path_load = pool.submit(load, server, folder)
+        wait_until(lambda: [name[0] for name in sorted(uploads_of(store))] == [".", "u"], "begun")
+        time.sleep(0.3)  # until the load has come, too
+        server.popen.send_signal(signal.SIGTERM)
+        if ended_by == "second signal":
+            server.wait_for("draining")
+            server.popen.send_signal(signal.SIGTERM)
+        for status, error in (receiving.answer(), loading.answer(), path_load.result()):
+            assert (status, error["error"]["code"]) == (503, "draining")
+            assert error["error"]["message"] == "The server is shutting down"
+        code, log = server.end()
+        assert code == 0, log
+        assert "Traceback" not in log
+        assert uploads_of(store) == []
 
 
 def test_an_idle_server_ends_at_once(toy_model: Path) -> None:

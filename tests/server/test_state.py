@@ -191,7 +191,12 @@ def test_an_upload_stays_when_the_state_cannot_be_written(
         named = {"adapter_config.json": config, "adapter_model.safetensors": b"w"}
         fields = {"name": "x", "load_inplace": "true"}
         files = [("f", one) for one in named.items()]
-        return Path(toy.http.post("/v1/adapters", data=fields, files=files).json()["path"])
+        response = toy.http.post("/v1/adapters", data=fields, files=files)
+        if k == 4:
+            assert response.status_code == 507
+            assert response.json()["error"]["code"] == "state_not_saved"
+            assert "is in effect" in response.json()["error"]["message"]
+        return Path(listed(toy)["x"]["path"])
 
     def fail(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -204,10 +209,64 @@ def test_an_upload_stays_when_the_state_cannot_be_written(
             assert shift(toy, "x") == 4
             time.sleep(0.2)
             assert first.exists()
-            toy.http.post("/v1/aliases", json={"alias": "other", "targets": [{"adapter": "x"}]})
+            alias = {"alias": "other", "targets": [{"adapter": "x"}]}
+            assert toy.http.post("/v1/aliases", json=alias).status_code == 507
+            stopping = toy.call(asyncio.wait_for(toy.server._state_file.stop(), 10))
+            assert stopping is None
     with toy_server(toy_model, **kept) as toy:
         assert shift(toy, "x") == 3
     assert not second.exists()
+
+
+def test_what_could_not_be_saved_is_saved_later(
+    toy_model: Path, root: Path, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in the way stands for a disk that cannot be written."""
+    monkeypatch.setattr(adapter_state, "RETRY_SECONDS", 0.05)
+    folder, file = adapter_folder(root / "deep" / "x", 3), kept["state_dir"] / FILE_NAME
+    with toy_server(toy_model, **kept) as toy:
+        in_the_way = file.with_name(f".{FILE_NAME}.new")
+        in_the_way.mkdir()
+        refused = load(toy, "x", folder)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "state_not_saved")
+        assert shift(toy, "x") == 3
+        time.sleep(0.2)
+        assert not file.exists()
+        in_the_way.rmdir()
+        wait_until(lambda: file.exists() and "x" in json.loads(file.read_text())["adapters"], "x")
+        assert load(toy, "x", folder, load_inplace=True).status_code == 200
+
+
+def test_what_could_not_be_saved_is_saved_at_the_stop(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    folder = adapter_folder(root / "deep" / "x", 3)
+    with toy_server(toy_model, **kept) as toy:
+        in_the_way = kept["state_dir"] / f".{FILE_NAME}.new"
+        in_the_way.mkdir()
+        assert load(toy, "x", folder).status_code == 500
+        in_the_way.rmdir()
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+
+
+def test_a_registered_upload_outlives_a_load_that_fails(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """Its pin may find no room now, and find some later."""
+    config = json.dumps({"k": 3}).encode()
+    named = {"adapter_config.json": config, "adapter_model.safetensors": b"w"}
+    fields = {"name": "x", "pinned": "true"}
+    with toy_server(toy_model, **kept) as toy:
+        files = [("f", one) for one in named.items()]
+        folder = Path(toy.http.post("/v1/adapters", data=fields, files=files).json()["path"])
+    with toy_server(toy_model, **kept) as toy:
+        assert load(toy, "y", adapter_folder(root / "deep" / "y", 5), pinned=True).is_success
+        assert ask(toy, "x").status_code == 400
+        time.sleep(0.2)
+        assert folder.is_dir()
+        toy.http.post(UNLOAD, json={"lora_name": "y"})
+        assert shift(toy, "x") == 3
 
 
 def test_a_name_that_is_the_models_now_is_not_taken_over(

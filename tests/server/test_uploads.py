@@ -124,7 +124,7 @@ def test_the_newest_upload_of_the_same_bytes_is_where_they_are_read(
 
 
 def test_two_names_of_the_same_upload(toy: ToyServer, store: Path) -> None:
-    """The engine may read from the first folder again: it stays as long as anybody needs it."""
+    """The engine may read from the first folder again until it knows only the second."""
     first = Path(upload(toy, "x").json()["path"])
     second = Path(upload(toy, "y").json()["path"])
     assert len(toy.engine.adapters) == 1
@@ -136,9 +136,48 @@ def test_two_names_of_the_same_upload(toy: ToyServer, store: Path) -> None:
         time.sleep(0.01)
     else:
         raise AssertionError(toy.engine.paths)
-    assert first.is_dir()
+    assert settled(store, 1)
+    assert second.is_dir()
+    assert not first.exists()
     toy.http.delete(f"{ADAPTERS}/y")
     assert settled(store, 0)
+
+
+def test_folders_do_not_pile_up_beside_a_name_of_the_same_bytes(
+    toy: ToyServer, store: Path
+) -> None:
+    kept = [Path(upload(toy, f"kept{k}", k).json()["path"]) for k in (3, 4)]
+    for turn in range(6):  # swapped to the one and to the other
+        live = Path(upload(toy, "live", 3 + turn % 2, load_inplace="true").json()["path"])
+    assert settled(store, 3)
+    assert set(folders(store)) == {*kept, live}
+    for _ in range(3):  # the same bytes again
+        live = Path(upload(toy, "live", 3, load_inplace="true").json()["path"])
+    assert settled(store, 3)
+    assert set(folders(store)) == {*kept, live}
+    toy.http.delete(f"{ADAPTERS}/live")
+    for _ in range(4):
+        upload(toy, "other", 4)
+        toy.http.delete(f"{ADAPTERS}/other")
+    assert settled(store, 2)
+    assert set(folders(store)) == set(kept)
+    assert (shift(toy, "kept3"), shift(toy, "kept4")) == (3, 4)
+
+
+def test_a_running_request_keeps_its_folder(toy: ToyServer, store: Path) -> None:
+    """Its version has lost the name, but may be read again from there."""
+    first = Path(upload(toy, "x").json()["path"])
+    upload(toy, "y")
+    toy.engine.step_seconds = 0.02
+    body = {"model": "x", "prompt": [40], "max_tokens": 1000, "stream": True}
+    with toy.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # kept: httpx closes a connection whose lines nobody holds
+        next(lines)
+        toy.http.delete(f"{ADAPTERS}/x")
+        time.sleep(0.2)
+        assert first.is_dir()
+    assert settled(store, 1)
+    assert not first.exists()
 
 
 def test_a_large_upload_comes_in_pieces(toy: ToyServer, store: Path) -> None:
