@@ -151,6 +151,27 @@ def test_bodies_of_all_requests_are_bounded(
         assert toy.http.post(COMPLETIONS, json=body).status_code == 200
 
 
+def test_large_bodies_leave_room_for_small_ones(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 50_000)
+    monkeypatch.setattr(app, "RESERVED_BYTES", 20_000)
+    monkeypatch.setattr(app, "SMALL_BODY", 5000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    large = head + b"content-length: 20000\r\n\r\n" + b" " * 10_000  # and then nothing
+    body = {"model": "base", "prompt": [40], "max_tokens": 1}
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            connection = socket.create_connection(("127.0.0.1", toy.port), timeout=10)
+            stack.enter_context(connection).sendall(large)
+        assert connection.recv(100).startswith(b"HTTP/1.1 429")  # there are too many of them
+        assert toy.http.post(COMPLETIONS, json=body).status_code == 200
+        refused = toy.http.post(COMPLETIONS, json={**body, "user": "x" * 6000})
+        assert refused.json()["error"]["code"] == "bodies_too_large"
+    toy.wait_idle()
+    assert toy.http.post(COMPLETIONS, json={**body, "user": "x" * 6000}).status_code == 200
+
+
 def test_connections_are_bounded(toy: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakeet.server.http.MAX_CONNECTIONS", 2)
     toy.http.close()
