@@ -224,6 +224,18 @@ def test_a_body_without_end(toy: ToyServer, store: Path) -> None:
     assert shift(toy, "x") == -1
 
 
+@pytest.mark.parametrize(
+    "headers", [b"a: " + b"x" * 100_000, b"".join(b"h%d: \r\n" % i for i in range(10_000))]
+)
+def test_headers_of_a_part_are_bounded(toy: ToyServer, store: Path, headers: bytes) -> None:
+    """The parser does it, from python-multipart 0.0.27 on."""
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    response = toy.http.post(ADAPTERS, content=b"--x\r\n" + headers, headers=kind)
+    assert code(response) == (400, "invalid_body")
+    assert "Maximum header" in response.json()["error"]["message"]
+    assert settled(store, 0)
+
+
 def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
     for share in (0.1, 0.5, 0.99):
         request = toy.http.build_request("POST", ADAPTERS, data={"name": "x"}, files=files())
