@@ -59,6 +59,8 @@ _BODIES: tuple[type[Wire], ...] = (
 OPEN_PATHS = {"/health", "/metrics"}  # all others need the key, and a server that is ready
 CLIENT_GONE = 499  # in the log: the client went before there was an answer
 MAX_HELD_BYTES = 256 * 2**20  # of all bodies; what is made of them takes several times as much
+SMALL_BODY = 2**20  # bytes
+RESERVED_BYTES = 64 * 2**20  # of those, for small bodies only: a few large ones shut out nobody
 MAX_LOGGED = 256  # characters of what a client has sent
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -143,7 +145,8 @@ class _Bodies:
             nonlocal own
             message = await receive()
             size = len(message.get("body", b""))
-            if self._num_bytes + size > MAX_HELD_BYTES:
+            reserved = RESERVED_BYTES if own + size > SMALL_BODY else 0
+            if self._num_bytes + size > MAX_HELD_BYTES - reserved:
                 text = "The requests that wait are too large: try again later"
                 raise OverloadedError(text, code="bodies_too_large")
             self._num_bytes += size

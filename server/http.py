@@ -6,9 +6,10 @@ client that has gone refuses it. So, while there is no answer to send yet, an in
 `100 Continue` (which clients must skip, RFC 9110 section 15.2) is sent now and then.
 
 A client has `RECEIVE_SECONDS` to send a whole request (more, as long as it sends at least
-`RECEIVE_RATE` and has no answer yet: uploads of adapters are large), and is cut off when it has
-taken nothing of its answer for `STALL_SECONDS`: else a few thousand of them would hold every file
-descriptor. Connections beyond `MAX_CONNECTIONS` are closed at once.
+`RECEIVE_RATE` and has no answer yet: uploads of adapters are large; never more than that ahead of
+what it sent last), and is cut off when it has taken nothing of its answer for `STALL_SECONDS`: else
+a few thousand of them would hold every file descriptor. Connections beyond `MAX_CONNECTIONS` are
+closed at once.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class HTTPProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._half_closed = False
         self._receiving: asyncio.TimerHandle | None = None  # while a request is not whole
-        self._received = 0  # bytes since that time has begun
+        self._deadline = 0.0  # until when it may come; all that comes puts it off
         self._stalled: asyncio.TimerHandle | None = None  # while the client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -49,7 +50,8 @@ class HTTPProtocol(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self._received += len(data)
+        earned = self._deadline + len(data) / RECEIVE_RATE
+        self._deadline = min(earned, self.loop.time() + RECEIVE_SECONDS)
         super().data_received(data)
         self._watch_request()
 
@@ -85,20 +87,18 @@ class HTTPProtocol(H11Protocol):
         """Start or stop the time that a request has to come in."""
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             if self._receiving is None and not self.transport.is_closing():
-                self._received = 0
-                self._receiving = self.loop.call_later(RECEIVE_SECONDS, self._receive_timeout)
+                self._deadline = self.loop.time() + RECEIVE_SECONDS
+                self._receiving = self.loop.call_at(self._deadline, self._receive_timeout)
         elif self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
 
     def _receive_timeout(self) -> None:
-        more = self._received / RECEIVE_RATE
         answered = self.conn.our_state is h11.DONE  # nobody wants the rest
-        if more >= 1 and not answered:  # it has earned so many seconds by what it sent
-            self._received = 0
-            self._receiving = self.loop.call_later(more, self._receive_timeout)
+        if self._deadline > self.loop.time() and not answered:
+            self._receiving = self.loop.call_at(self._deadline, self._receive_timeout)
             return
-        message = f"The request was not complete after {RECEIVE_SECONDS:g} seconds"
+        message = f"The request took more than {RECEIVE_SECONDS:g} seconds, or came to a halt"
         self._refuse(HTTPStatus.REQUEST_TIMEOUT, message, "request_timeout")
 
     def _refuse(self, status: HTTPStatus, message: str, code: str) -> None:

@@ -108,7 +108,8 @@ class TemplateRenderer:
         self, template: str, variables: dict[str, Any], continue_final_message: bool = False
     ) -> str:
         """As `render`; raises TemplateError also for a template that takes too long."""
-        request = json.dumps([template, variables, continue_final_message]).encode()
+        values = [template, variables, continue_final_message]  # integers may be of any size
+        request = json.dumps(values, ensure_ascii=False).encode(errors="surrogatepass")
         turn = self._turns.setdefault(template, asyncio.Lock())
         async with turn, self._lock:
             try:

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from lorakeet.server.api.schemas import LoadRequest, UnloadRequest, read_body
 from lorakeet.server.catalog import Unloaded
 from lorakeet.server.engine.messages import AdapterState
-from lorakeet.server.errors import BadRequestError, NotFoundError
+from lorakeet.server.errors import APIError, BadRequestError, NotFoundError
 from lorakeet.server.registry import Loaded
 from lorakeet.server.state import Server, is_work, server_of
 from lorakeet.server.uploads import Upload
@@ -81,15 +81,18 @@ async def delete_adapter(request: Request) -> Response:
 
 async def _load_upload(server: Server, upload: Upload) -> Loaded:
     fields = upload.fields
+    sent = "name" if "name" in fields else "lora_name"
     try:
-        name = fields.get("name", fields.get("lora_name"))
+        name = fields.get(sent)
         if name is None:
             raise BadRequestError("Missing field: name", param="name", code="missing_field")
         return await server.registry.load_folder(
             name, upload.folder, _flag(fields, "load_inplace"), _flag(fields, "pinned")
         )
-    except BaseException:
+    except BaseException as error:
         server.registry.discard(upload.folder)
+        if isinstance(error, APIError):  # what the registry names are the fields of JSON
+            error.param = {"lora_name": sent, "lora_path": None}.get(error.param or "", error.param)
         raise
 
 

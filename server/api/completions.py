@@ -68,8 +68,9 @@ async def _make_prompt(
         token_ids = await server.encode(profile, prompt, "prompt")
         limit = admission.max_tokens(body, len(token_ids), info, profile)
         return Prompt(token_ids, prompt, limit)
+    limit = admission.max_tokens(body, len(prompt), info, profile)
     admission.check_token_ids(prompt, profile.vocab_size, "prompt")
-    return Prompt(prompt, None, admission.max_tokens(body, len(prompt), info, profile))
+    return Prompt(prompt, None, limit)
 
 
 class CompletionFormat:

@@ -12,7 +12,12 @@ from lorakeet.server.engine.messages import MAX_BLEND, MAX_LOGPROBS
 from lorakeet.server.errors import BadRequestError
 
 MAX_BODY_BYTES = 16 * 2**20
-MAX_VALUES = 2**20  # in one body: their number, not their size, is what takes long to read
+# What takes long to read is the number of values in a body, not their size, and all others wait
+# meanwhile (a thread would not let go of the interpreter either).
+MAX_VALUES = 2**20  # token ids, mostly
+GROUP_VALUES = 4  # that a list or an object counts as
+MAX_STRINGS = 2**16  # names of fields and values
+MAX_ITEMS = 2**12  # of a list that is none of token ids
 MAX_FAULTS = 1000  # that are described: it takes much longer than finding them
 _NESTED = {"messages", "stream_options", "adapters", "targets"}
 _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an error's location
@@ -20,6 +25,7 @@ _UNION_BRANCHES = {"str", "int"}  # pydantic names the branch of a union in an e
 WireModel = TypeVar("WireModel", bound="Wire")
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]  # one fault is enough: there may be millions
+Few = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 class Wire(BaseModel):
@@ -67,10 +73,13 @@ class GenerationRequest(Wire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_ITEMS)]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Many[str] | None = None
-    stop_token_ids: Many[int] | None = None
+    stop: str | Few[str] | None = None
+    stop_token_ids: Few[int] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
@@ -78,7 +87,7 @@ class GenerationRequest(Wire):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_ITEMS)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -93,7 +102,7 @@ class TextPart(Wire):
 
 class Message(Wire):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[TextPart]
+    content: str | Few[TextPart]
     name: str | None = None
     tool_calls: Annotated[Any, _only([])] = None
     tool_call_id: Annotated[Any, _only()] = None
@@ -111,7 +120,7 @@ class Message(Wire):
 
 
 class Conversation(Wire):
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    messages: Annotated[Few[Message], Field(min_length=1)]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -137,7 +146,7 @@ class ChatRequest(Conversation, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    prompt: str | Few[str] | Many[int] | Few[Many[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[Any, _only(1)] = None
@@ -150,7 +159,7 @@ class TokenizeRequest(Wire):
     model: str | None = None
     adapter: str | None = None
     prompt: str | None = None
-    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Few[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -196,12 +205,20 @@ async def read_body(request: Request, model: type[WireModel]) -> WireModel:
         body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"The body is larger than {MAX_BODY_BYTES} bytes")
-    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:  # those in texts count, too
-        raise HTTPException(413, f"The body holds more than {MAX_VALUES} values")
+    _check_size(body)
     try:
         return model.model_validate_json(bytes(body))
     except ValidationError as error:
         raise _bad_request(error) from None
+
+
+def _check_size(body: bytearray) -> None:
+    """Commas and brackets in texts count, too; quotes do not, as they are escaped there."""
+    groups = body.count(b"[") + body.count(b"{")
+    if body.count(b",") + GROUP_VALUES * groups > MAX_VALUES:
+        raise HTTPException(413, f"The body holds more than {MAX_VALUES} values")
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+        raise HTTPException(413, f"The body holds more than {MAX_STRINGS} strings")
 
 
 def _bad_request(error: ValidationError) -> BadRequestError:

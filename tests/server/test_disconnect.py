@@ -151,6 +151,27 @@ def test_bodies_of_all_requests_are_bounded(
         assert toy.http.post(COMPLETIONS, json=body).status_code == 200
 
 
+def test_large_bodies_leave_room_for_small_ones(
+    toy: ToyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_HELD_BYTES", 50_000)
+    monkeypatch.setattr(app, "RESERVED_BYTES", 20_000)
+    monkeypatch.setattr(app, "SMALL_BODY", 5000)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    large = head + b"content-length: 20000\r\n\r\n" + b" " * 10_000  # and then nothing
+    body = {"model": "base", "prompt": [40], "max_tokens": 1}
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            connection = socket.create_connection(("127.0.0.1", toy.port), timeout=10)
+            stack.enter_context(connection).sendall(large)
+        assert connection.recv(100).startswith(b"HTTP/1.1 429")  # there are too many of them
+        assert toy.http.post(COMPLETIONS, json=body).status_code == 200
+        refused = toy.http.post(COMPLETIONS, json={**body, "user": "x" * 6000})
+        assert refused.json()["error"]["code"] == "bodies_too_large"
+    toy.wait_idle()
+    assert toy.http.post(COMPLETIONS, json={**body, "user": "x" * 6000}).status_code == 200
+
+
 def test_connections_are_bounded(toy: ToyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorakeet.server.http.MAX_CONNECTIONS", 2)
     toy.http.close()
@@ -198,6 +219,43 @@ def test_a_request_that_never_comes_whole(
     assert data.count(b"HTTP/1.1 408") == 1
     assert b'"code":"request_timeout"' in data
     toy.wait_idle()
+
+
+def begin_upload(toy: ToyServer, content: bytes) -> socket.socket:
+    """A connection on which the start of an upload was sent."""
+    connection = socket.create_connection(("127.0.0.1", toy.port), timeout=20)
+    connection.sendall(
+        b"POST /v1/adapters HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n"
+        b"content-type: multipart/form-data; boundary=x\r\n\r\n--x\r\n"
+        b'content-disposition: form-data; name="f"; filename="README.md"\r\n\r\n' + content
+    )
+    return connection
+
+
+def test_what_came_fast_earns_no_long_silence(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At RECEIVE_RATE, these bytes would have taken minutes."""
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 1.0)
+    with (
+        toy_server(toy_model, adapter_upload_dir=tmp_path) as toy,
+        begin_upload(toy, b"x" * (20 * 2**20)) as connection,
+    ):
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
+
+
+def test_who_goes_on_sending_is_not_cut_off(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 1.0)
+    with (
+        toy_server(toy_model, adapter_upload_dir=tmp_path) as toy,
+        begin_upload(toy, b"") as connection,
+    ):
+        for _ in range(12):
+            time.sleep(0.25)
+            connection.sendall(b"x" * 2**16)  # twice RECEIVE_RATE
+        assert toy.server.uploads._running == 1
 
 
 def test_what_nobody_wants_is_not_received_for_ever(

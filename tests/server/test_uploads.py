@@ -97,6 +97,18 @@ def test_uploads_do_not_count_as_bodies_in_memory(
     assert shift(toy, "x") == 3
 
 
+def test_errors_name_the_fields_of_an_upload(toy: ToyServer, store: Path) -> None:
+    assert upload(toy).status_code == 200
+    for field in ("name", "lora_name"):
+        response = toy.http.post(ADAPTERS, data={field: "x"}, files=files(5))
+        assert code(response) == (400, "adapter_exists")
+        assert response.json()["error"]["param"] == field
+    bad = [("files", ("adapter_config.json", b'{"bad": "no rank"}')), files()[1]]
+    response = toy.http.post(ADAPTERS, data={"name": "y"}, files=bad)
+    assert code(response) == (400, "invalid_adapter")
+    assert response.json()["error"]["param"] is None
+
+
 def test_a_version_each_step_of_a_training(toy: ToyServer, store: Path) -> None:
     for k in range(1, 12):
         response = upload(toy, k=k, load_inplace="true")
@@ -261,6 +273,18 @@ def test_a_body_without_end(toy: ToyServer, store: Path) -> None:
     assert code(response) == (413, "body_too_large")
     assert folders(store) == []
     assert shift(toy, "x") == -1
+
+
+@pytest.mark.parametrize(
+    "headers", [b"a: " + b"x" * 100_000, b"".join(b"h%d: \r\n" % i for i in range(10_000))]
+)
+def test_headers_of_a_part_are_bounded(toy: ToyServer, store: Path, headers: bytes) -> None:
+    """The parser does it, from python-multipart 0.0.27 on."""
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    response = toy.http.post(ADAPTERS, content=b"--x\r\n" + headers, headers=kind)
+    assert code(response) == (400, "invalid_body")
+    assert "Maximum header" in response.json()["error"]["message"]
+    assert settled(store, 0)
 
 
 def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:

@@ -8,6 +8,8 @@ from pydantic import ValidationError
 
 from lorakeet.server.api.schemas import (
     MAX_FAULTS,
+    MAX_ITEMS,
+    MAX_STRINGS,
     MAX_VALUES,
     ChatRequest,
     CompletionRequest,
@@ -297,6 +299,54 @@ def test_many_faults_are_not_described(toy: ToyServer) -> None:
         assert error["param"] == param
     error = refused(toy, CHAT, {"logit_bias": {str(i): "a" for i in range(MAX_FAULTS + 1)}})
     assert error["message"] == f"More than {MAX_FAULTS} fields of the body are wrong"
+
+
+LONG: list[tuple[str, str, Any]] = [
+    (CHAT, "messages", MESSAGES),
+    (CHAT, "messages[0].content", [{"type": "text", "text": "a"}]),
+    (COMPLETIONS, "prompt", ["a"]),
+    (COMPLETIONS, "prompt", [[40]]),
+    (COMPLETIONS, "stop", ["a"]),
+    (COMPLETIONS, "stop_token_ids", [40]),
+    (COMPLETIONS, "logit_bias", {}),
+    (COMPLETIONS, "metadata", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "param", "items"), LONG)
+def test_what_has_too_many_items_is_named(
+    toy: ToyServer, path: str, param: str, items: list[Any] | dict[str, Any]
+) -> None:
+    """Only lists of token ids may be long: all others wait while the server reads."""
+    count = MAX_ITEMS + 1
+    if isinstance(items, list):
+        value: Any = items * count
+    else:
+        value = {str(i): "a" if param == "metadata" else 1 for i in range(count)}
+    field, nested, _ = param.partition("[")
+    body = {field: [{"role": "user", "content": value}] if nested else value}
+    error = refused(toy, path, body)
+    assert error["param"] == param
+    assert f"at most {MAX_ITEMS} items" in error["message"]
+
+
+@pytest.mark.parametrize("field", ["messages", "logit_bias", "tools", "unknown"])
+def test_bodies_of_many_strings_are_not_read(toy: ToyServer, field: str) -> None:
+    names = {f"x{i}": 1 for i in range(MAX_STRINGS + 1)}
+    values = {
+        "messages": MESSAGES * (MAX_STRINGS // 4 + 1),
+        "tools": [{"name": "a"}] * (MAX_STRINGS // 2 + 1),
+    }
+    body = names if field == "unknown" else {field: values.get(field, names)}
+    error = refused(toy, CHAT, body, 413)
+    assert error["message"] == f"The body holds more than {MAX_STRINGS} strings"
+
+
+def test_quotes_in_texts_are_no_strings(toy: ToyServer) -> None:
+    for text in ('"', "\\", '\\"', '""\n'):
+        content = [{"type": "text", "text": text * MAX_STRINGS * 2}]
+        error = refused(toy, CHAT, {"messages": [{"role": "user", "content": content}]})
+        assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("item", ["1,", "[],", "{},"])
