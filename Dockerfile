@@ -14,10 +14,10 @@ FROM base AS environment
 ARG ACCELERATOR=cuda
 ARG CPU_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m venv /opt/lorakeet
-ENV PATH=/opt/lorakeet/bin:$PATH
+ENV PATH=/opt/lorakeet/bin:$PATH PIP_CACHE_DIR=/var/cache/pip
 COPY --from=requirements /requirements.txt /
 # PyPI's torch brings CUDA and Triton along; the CPU's own index has one without.
-RUN --mount=type=cache,target=/root/.cache/pip \
+RUN --mount=type=cache,target=/var/cache/pip \
     if [ "$ACCELERATOR" = cpu ]; then set -- --index-url "$CPU_TORCH_INDEX"; fi; \
     pip install "$@" "$(grep '^torch' /requirements.txt)" && pip install -r /requirements.txt
 
@@ -25,7 +25,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 FROM environment AS package
 WORKDIR /src
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --root /installed .
+RUN --mount=type=cache,target=/var/cache/pip pip install --no-deps --root /installed .
 
 FROM base
 ARG ACCELERATOR=cuda

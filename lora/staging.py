@@ -12,8 +12,8 @@ _NUM_BUFFERS = 64
 class Staging:
     """Pinned buffers, 256 MiB, that tensors go through piece by piece.
 
-    All are taken at the start: to pin memory later makes the device end its work first (CUDA's
-    "implicit synchronization").
+    All are taken at the start: to pin memory later makes the device end its work first ("implicit
+    synchronization" in the CUDA C++ Programming Guide).
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
-_CHUNK_TOKENS = 512  # past it, the device works longer than the host needs for all the launches
+_CHUNK_TOKENS = 512  # in a step with chunks; each size more takes memory, and time at the start
 _MOST_REREAD = 2**18  # cached tokens; past it, the tokens of a chunk better read them together
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from lorakeet.server import app
+from support.servers import wait_until
 from support.toy_server import ToyEngine, ToyServer, adapter_folder, toy_server
 
 COMPLETIONS = "/v1/completions"
@@ -39,14 +40,6 @@ def connect(toy: ToyServer, version: str = "1.1", **body: Any) -> socket.socket:
     return connection
 
 
-def until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
-
-
 def read_all(connection: socket.socket) -> bytes:
     data = b""
     while part := connection.recv(65536):
@@ -60,7 +53,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_a_client_that_goes(toy: ToyServer, stream: bool, n: int, version: str) -> None:
     """D12, C03: while it runs and, for the third child, while it waits."""
     connection = connect(toy, version, stream=stream, n=n)
-    until(lambda: len(toy.engine.running) == min(n, 2))
+    wait_until(lambda: len(toy.engine.running) == min(n, 2), "they run")
     connection.close()
     toy.wait_idle()
     assert len(toy.engine.aborted) == n
@@ -71,11 +64,11 @@ def test_a_client_that_goes(toy: ToyServer, stream: bool, n: int, version: str) 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_while_queued(toy: ToyServer, stream: bool) -> None:
     busy = [connect(toy) for _ in range(2)]
-    until(lambda: len(toy.engine.running) == 2)
+    wait_until(lambda: len(toy.engine.running) == 2, "both run")
     queued = connect(toy, stream=stream)
-    until(lambda: len(toy.engine.waiting) == 1)
+    wait_until(lambda: len(toy.engine.waiting) == 1, "one waits")
     queued.close()
-    until(lambda: not toy.engine.waiting)
+    wait_until(lambda: not toy.engine.waiting, "it is gone")
     assert len(toy.engine.running) == 2
     for connection in busy:
         connection.close()
@@ -121,7 +114,7 @@ def test_many_clients_that_go(toy: ToyServer) -> None:
 
 def test_a_reset_connection(toy: ToyServer) -> None:
     connection = connect(toy)
-    until(lambda: toy.engine.running)
+    wait_until(lambda: toy.engine.running, "it runs")
     linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     connection.close()
@@ -136,7 +129,10 @@ def test_bodies_of_all_requests_are_bounded(
     monkeypatch.setattr(app, "MAX_HELD_BYTES", 5000)
     running = connect(toy, user="x" * 2000, stream=True)
     waiting = connect(toy, user="x" * 2000, n=3)
-    until(lambda: len(toy.engine.running) == 2 and len(toy.engine.waiting) == 2)
+    wait_until(
+        lambda: len(toy.engine.running) == 2 and len(toy.engine.waiting) == 2,
+        "two run and two wait",
+    )
     body = {"model": "base", "prompt": [40], "max_tokens": 1, "user": "x" * 1000}
     refused = toy.http.post(COMPLETIONS, json=body)
     assert refused.status_code == 429
@@ -184,7 +180,7 @@ def test_connections_are_bounded(toy: ToyServer, monkeypatch: pytest.MonkeyPatch
         assert read_all(other).startswith(b"HTTP/1.1 200")
         other.close()
     with httpx.Client(base_url=toy.url) as client:
-        until(lambda: _is_served(client))
+        wait_until(lambda: _is_served(client), "there is room again")
 
 
 def _is_served(client: httpx.Client) -> bool:
@@ -232,30 +228,28 @@ def begin_upload(toy: ToyServer, content: bytes) -> socket.socket:
     return connection
 
 
-def test_what_came_fast_earns_no_long_silence(
+@pytest.fixture
+def impatient(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At RECEIVE_RATE, these bytes would have taken minutes."""
+) -> Iterator[ToyServer]:
+    """It takes uploads, and waits for a second."""
     monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 1.0)
-    with (
-        toy_server(toy_model, adapter_upload_dir=tmp_path) as toy,
-        begin_upload(toy, b"x" * (20 * 2**20)) as connection,
-    ):
+    with toy_server(toy_model, adapter_upload_dir=tmp_path) as toy:
+        yield toy
+
+
+def test_what_came_fast_earns_no_long_silence(impatient: ToyServer) -> None:
+    """At RECEIVE_RATE, these bytes would have taken minutes."""
+    with begin_upload(impatient, b"x" * (20 * 2**20)) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 408")
 
 
-def test_who_goes_on_sending_is_not_cut_off(
-    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 1.0)
-    with (
-        toy_server(toy_model, adapter_upload_dir=tmp_path) as toy,
-        begin_upload(toy, b"") as connection,
-    ):
+def test_who_goes_on_sending_is_not_cut_off(impatient: ToyServer) -> None:
+    with begin_upload(impatient, b"") as connection:
         for _ in range(12):
             time.sleep(0.25)
             connection.sendall(b"x" * 2**16)  # twice RECEIVE_RATE
-        assert toy.server.uploads._running == 1
+        assert impatient.server.uploads._running == 1
 
 
 def test_what_nobody_wants_is_not_received_for_ever(
@@ -292,7 +286,7 @@ def test_a_client_that_does_not_read_is_cut_off(
     toy.engine.step_seconds = 0.0
     toy.engine.max_running = 32
     connection = connect(toy, stream=True, n=32, logprobs=0)  # more than all buffers hold
-    until(lambda: toy.engine.aborted)
+    wait_until(lambda: toy.engine.aborted, "it was ended")
     toy.wait_idle()
     connection.close()
 
@@ -332,7 +326,7 @@ def test_the_queue_is_bounded(toy_model: Path) -> None:
 
         with concurrent.futures.ThreadPoolExecutor(60) as pool:
             asked = [pool.submit(ask, number) for number in range(60)]
-            until(lambda: toy.server._reserved == 24)
+            wait_until(lambda: toy.server._reserved == 24, "all are taken in")
             assert toy.http.get("/health").status_code == 200
             assert toy.http.get("/v1/models").status_code == 200
             answers = [future.result() for future in asked]
@@ -380,7 +374,7 @@ def test_a_queued_request_that_takes_too_long_has_a_status(toy_model: Path) -> N
 def test_when_the_engine_dies(toy: ToyServer) -> None:
     stream = connect(toy, stream=True)
     whole = connect(toy)
-    until(lambda: len(toy.engine.running) == 2)
+    wait_until(lambda: len(toy.engine.running) == 2, "both run")
     assert stream.recv(65536)
     toy._loop.call_soon_threadsafe(toy.engine.die)
     data = read_all(stream)

@@ -66,6 +66,14 @@ def alive(server: ToyServer) -> list[Tokenizer]:
     return list(server.server.registry._reader._tokenizers._kept._alive.values())
 
 
+def with_own_tokenizers(root: Path, count: int) -> list[str]:
+    """Folders, each with a token <NAME> of its own. Returns their names."""
+    names = [f"a{number}" for number in range(count)]
+    for name in names:
+        add_tokens(adapter_folder(root / name, 0, vocab_size=GROWN), f"<{name}>")
+    return names
+
+
 def post(server: ToyServer, path: str, **body: Any) -> httpx.Response:
     return server.http.post(path, json=body)
 
@@ -300,9 +308,7 @@ def test_tokenizers_that_are_not_in_use_are_read_again(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for two of six. All requests get their own adapter's tokens."""
-    names = [f"a{i}" for i in range(6)]
-    for name in names:
-        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    names = with_own_tokenizers(tmp_path, 6)
     size = Tokenizer.from_json((tmp_path / "a0" / "tokenizer.json").read_bytes()).num_bytes
     monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 2 * size)
     with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
@@ -437,9 +443,7 @@ def test_many_that_wait_for_a_tokenizer_leave_others_their_threads(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the event loop has threads."""
-    names = [f"own{number}" for number in range(40)]
-    for name in names:
-        add_tokens(adapter_folder(tmp_path / name, 0, vocab_size=GROWN), f"<{name}>")
+    names = with_own_tokenizers(tmp_path, 40)
     go, read_file = threading.Event(), adapter_tokenizers.read_file
 
     def slow(*args: Any) -> bytes | None:

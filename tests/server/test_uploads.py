@@ -18,6 +18,7 @@ import pytest
 from lorakeet.server import app, uploads
 from lorakeet.server.files import FolderError
 from lorakeet.server.uploads import Uploads
+from support.servers import wait_until
 from support.toy_server import ToyServer, adapter_folder, toy_server
 
 LIMIT = 300_000
@@ -40,13 +41,9 @@ def folders(store: Path) -> list[Path]:
     return [path for path in store.iterdir() if path.is_dir()]
 
 
-def settled(store: Path, count: int) -> bool:
-    """Folders are removed in the background."""
-    for _ in range(200):
-        if len(folders(store)) == count:
-            return True
-        time.sleep(0.01)
-    return False
+def wait_for_folders(store: Path, count: int) -> None:
+    """They are removed in the background."""
+    wait_until(lambda: len(folders(store)) == count, f"{count} folders")
 
 
 def files(k: int = 3, weights: bytes = b"w" * 5000, **more: bytes) -> list[tuple[str, Any]]:
@@ -81,7 +78,7 @@ def test_upload_use_unload(toy: ToyServer, store: Path) -> None:
     assert response.json()["changed"] is True
     assert shift(toy, "x") == 3
     assert toy.http.delete(f"{ADAPTERS}/x").json()["freed_bytes"] == 1024 + 2 * 100 + 3 * 7
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
     assert not toy.engine.adapters
 
 
@@ -115,11 +112,11 @@ def test_a_version_each_step_of_a_training(toy: ToyServer, store: Path) -> None:
         assert response.status_code == 200
         assert response.json()["changed"] is True
         assert shift(toy, "x") == k
-    assert settled(store, 1)
+    wait_for_folders(store, 1)
     assert len(toy.engine.adapters) == 1
     again = upload(toy, k=11, load_inplace="true").json()
     assert (again["changed"], again["freed_bytes"]) == (False, 0)
-    assert settled(store, 1)
+    wait_for_folders(store, 1)
     assert Path(again["path"]).is_dir()
 
 
@@ -131,7 +128,7 @@ def test_the_newest_upload_of_the_same_bytes_is_where_they_are_read(
     second = Path(upload(toy, load_inplace="true").json()["path"])
     assert second != first
     assert list(toy.engine.paths.values()) == [[str(second)]]
-    assert settled(store, 1)
+    wait_for_folders(store, 1)
     assert second.is_dir()
 
 
@@ -142,17 +139,12 @@ def test_two_names_of_the_same_upload(toy: ToyServer, store: Path) -> None:
     assert len(toy.engine.adapters) == 1
     toy.http.delete(f"{ADAPTERS}/x")
     assert shift(toy, "y") == 3
-    for _ in range(200):  # it is told in the background
-        if list(toy.engine.paths.values()) == [[str(second)]]:
-            break
-        time.sleep(0.01)
-    else:
-        raise AssertionError(toy.engine.paths)
-    assert settled(store, 1)
+    wait_until(lambda: list(toy.engine.paths.values()) == [[str(second)]], "the engine is told")
+    wait_for_folders(store, 1)
     assert second.is_dir()
     assert not first.exists()
     toy.http.delete(f"{ADAPTERS}/y")
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
 
 
 def test_folders_do_not_pile_up_beside_a_name_of_the_same_bytes(
@@ -161,17 +153,17 @@ def test_folders_do_not_pile_up_beside_a_name_of_the_same_bytes(
     kept = [Path(upload(toy, f"kept{k}", k).json()["path"]) for k in (3, 4)]
     for turn in range(6):  # swapped to the one and to the other
         live = Path(upload(toy, "live", 3 + turn % 2, load_inplace="true").json()["path"])
-    assert settled(store, 3)
+    wait_for_folders(store, 3)
     assert set(folders(store)) == {*kept, live}
     for _ in range(3):  # the same bytes again
         live = Path(upload(toy, "live", 3, load_inplace="true").json()["path"])
-    assert settled(store, 3)
+    wait_for_folders(store, 3)
     assert set(folders(store)) == {*kept, live}
     toy.http.delete(f"{ADAPTERS}/live")
     for _ in range(4):
         upload(toy, "other", 4)
         toy.http.delete(f"{ADAPTERS}/other")
-    assert settled(store, 2)
+    wait_for_folders(store, 2)
     assert set(folders(store)) == set(kept)
     assert (shift(toy, "kept3"), shift(toy, "kept4")) == (3, 4)
 
@@ -188,7 +180,7 @@ def test_a_running_request_keeps_its_folder(toy: ToyServer, store: Path) -> None
         toy.http.delete(f"{ADAPTERS}/x")
         time.sleep(0.2)
         assert first.is_dir()
-    assert settled(store, 1)
+    wait_for_folders(store, 1)
     assert not first.exists()
 
 
@@ -231,11 +223,11 @@ def test_bodies_that_are_refused(toy: ToyServer, store: Path) -> None:
     bad = [("files", ("adapter_config.json", b'{"bad": "no rank"}')), weights]
     response = toy.http.post(ADAPTERS, data={"name": "x"}, files=bad)
     assert code(response) == (400, "invalid_adapter")
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
     assert not toy.engine.adapters
     assert upload(toy).status_code == 200
     assert upload(toy).status_code == 400  # there already
-    assert settled(store, 1)
+    wait_for_folders(store, 1)
 
 
 @pytest.mark.parametrize("content_type", ["multipart/form-data", "multipart/form-data; boundary="])
@@ -284,7 +276,7 @@ def test_headers_of_a_part_are_bounded(toy: ToyServer, store: Path, headers: byt
     response = toy.http.post(ADAPTERS, content=b"--x\r\n" + headers, headers=kind)
     assert code(response) == (400, "invalid_body")
     assert "Maximum header" in response.json()["error"]["message"]
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
 
 
 def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
@@ -295,7 +287,7 @@ def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
         head += f"content-type: {request.headers['content-type']}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", toy.port)) as connection:
             connection.sendall(head.encode() + content[: int(share * len(content))])
-        assert settled(store, 0)
+        wait_for_folders(store, 0)
         assert shift(toy, "x") == -1
 
 
@@ -308,7 +300,7 @@ def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatc
         response = upload(toy)
     assert code(response) == (507, "insufficient_storage")
     assert "No space left" in response.json()["error"]["message"]
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
     assert upload(toy).status_code == 200
 
 
@@ -330,11 +322,11 @@ def test_a_disk_that_fills_up_meanwhile(
 ) -> None:
     monkeypatch.setattr(uploads, "_BLOCK", 1000)
     with begun(toy) as connection:
-        assert settled(store, 1)
+        wait_for_folders(store, 1)
         monkeypatch.setattr(uploads, "MIN_FREE", 2**62)
         connection.sendall(b"1000\r\n" + b"w" * 0x1000 + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 507")
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
 
 
 def test_few_at_a_time(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +335,12 @@ def test_few_at_a_time(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPa
     with contextlib.ExitStack() as stack:
         for _ in range(uploads.MAX_RUNNING):
             stack.enter_context(begun(toy))
-        assert settled(store, uploads.MAX_RUNNING)
+        wait_for_folders(store, uploads.MAX_RUNNING)
         refused = upload(toy)
         assert code(refused) == (429, "too_many_uploads")
         assert refused.headers["retry-after"]
         assert shift(toy, "base") == 0
-    assert settled(store, 0)
+    wait_for_folders(store, 0)
     assert upload(toy).status_code == 200
 
 
@@ -358,12 +350,8 @@ def test_one_that_stands_still_is_ended(
     monkeypatch.setattr("lorakeet.server.http.RECEIVE_SECONDS", 0.3)
     with begun(toy) as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 408")
-    assert settled(store, 0)
-    for _ in range(200):  # its place is free
-        if toy.server.uploads._running == 0:
-            return
-        time.sleep(0.01)
-    raise AssertionError
+    wait_for_folders(store, 0)
+    wait_until(lambda: toy.server.uploads._running == 0, "its place is free")
 
 
 def test_many_of_one_name_at_once(toy: ToyServer, store: Path) -> None:
@@ -383,7 +371,7 @@ def test_many_of_one_name_at_once(toy: ToyServer, store: Path) -> None:
             statuses = [status for status, _ in threads.map(send, range(1, 9))]
         assert statuses.count(200) == (1 if inplace == "false" else 8), statuses
         assert set(statuses) <= {200, 400}
-        assert settled(store, 1)
+        wait_for_folders(store, 1)
         (folder,) = folders(store)
         assert toy.http.get(f"{ADAPTERS}/x").json()["path"] == str(folder)
         assert json.loads((folder / "adapter_config.json").read_bytes())["k"] == shift(toy, "x")
