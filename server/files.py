@@ -5,20 +5,22 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
+
+T = TypeVar("T")
 
 
 class FolderError(Exception):
     """A folder of the server's own cannot be used; the message names it."""
 
 
-async def in_thread(function: Callable[..., None], *args: object) -> None:
+async def in_thread(function: Callable[..., T], *args: object) -> T:
     """As asyncio.to_thread; cancelled, it waits all the same: a thread cannot be stopped."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.gather(running, return_exceptions=True)
         raise

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.contents import Contents, Use
 from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import BadRequestError, NotFoundError
+from lorakeet.server.files import in_thread
 from lorakeet.server.metrics import Metrics
 from lorakeet.server.profiles import AdapterProfile, Profile, read_profile
 from lorakeet.server.text_config import TextConfigError
@@ -53,9 +53,9 @@ class VersionReader:
         self._base = base
         self._tokenizers = tokenizers
         self._numbers = itertools.count(1)
-        # One at a time: a tokenizer may take a second and hundreds of megabytes. Of its own: who
-        # waits here must not hold the threads that all share.
-        self._thread = ThreadPoolExecutor(1, "profiles")
+        # One at a time: a tokenizer may take a second and hundreds of megabytes. Who waits for its
+        # turn must not hold a thread, which all share.
+        self._turn = asyncio.Lock()
 
     async def read(
         self,
@@ -107,5 +107,5 @@ class VersionReader:
         return version.profile.using(tokenizer)
 
     async def _in_turn(self, function: Callable[..., T], *args: object) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, function, *args)
+        async with self._turn:
+            return await in_thread(function, *args)
