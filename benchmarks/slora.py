@@ -45,7 +45,7 @@ class Scale:
 
 FULL = Scale(
     LLAMA_8B, (8, 512), (8, 64),
-    ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-loras", "64"),
+    ("--dtype", "bfloat16", "--max-model-len", "2048"),
 )  # fmt: skip
 SMOKE = Scale(
     TINY, (4, 16), (4, 8),

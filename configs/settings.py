@@ -86,7 +86,7 @@ class Settings(BaseModel):
     adapter_dirs: tuple[Path, ...] = Field(
         (), description="Root that adapters may be loaded from at run time; repeatable"
     )
-    max_loras: Count = Field(32, description="Distinct adapters in one step")
+    max_loras: Count = Field(256, description="Distinct adapters in one step")
     max_lora_rank: Count = Field(64, description="Largest rank that an adapter may have")
     max_blend_rank: Count | None = Field(
         None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakeet.kernels.lora_tiles import (
     find_slice,
-    h_form,
+    h_dtype,
     precision,
     shrink_tile,
     store_h,
@@ -53,12 +53,10 @@ def _shrink(  # type: ignore[no-untyped-def]
     x_stride,
     a_slice_stride,
     a_row_stride,
-    h_part_stride,
     h_slice_stride,
     h_stride,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -112,23 +110,18 @@ def _shrink(  # type: ignore[no-untyped-def]
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
+            store_h(total, h, places, own, near, scale, offset)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 
 
 @triton.jit
-def _add_expanded(  # type: ignore[no-untyped-def]
-    y, weights, h_at, near, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
-):
+def _add_expanded(y, weights, h_at, near, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """y (N, M) + B (R, N)^T · h (R, M). What is not near a token's own rows is not even read."""
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
-    b = tl.trans(weights)
-    y = tl.dot(b, tl.load(h_at, mask=near, other=0.0), y, input_precision=PRECISION)
-    if PARTS == 2:
-        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=near, other=0.0), y)
-    return y
+    h = tl.load(h_at, mask=near, other=0.0)
+    return tl.dot(tl.trans(weights), h, y, input_precision=PRECISION)
 
 
 # sizes that change from step to step must not compile anew
@@ -162,14 +155,12 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     a_slice_stride,
     a_row_stride,
     b_row_stride,
-    h_part_stride,
     h_slice_stride,
     h_stride,
     first_size,
     other_size,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,12 +194,10 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             x_stride,
             a_slice_stride,
             a_row_stride,
-            h_part_stride,
             h_slice_stride,
             h_stride,
             SLICES,
             PROGRAMS,
-            PARTS,
             BLOCK_M,
             BLOCK_R,
             SHRINK_K,
@@ -264,9 +253,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
         r0 = split * BLOCK_R
         near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-        total = _add_expanded(
-            total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
-        )
+        total = _add_expanded(total, weights, h_at + r0, near[None, :], PRECISION)
         step = splits * BLOCK_R
         for r0 in tl.range(split * BLOCK_R + step, count, step, num_stages=EXPAND_STAGES):
             used = r0 + r < count
@@ -274,9 +261,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             b_at = b + row[:, None] * b_row_stride + n[None, :]
             weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
             near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-            total = _add_expanded(
-                total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
-            )
+            total = _add_expanded(total, weights, h_at + r0, near[None, :], PRECISION)
     y_at = y + (split * num_tokens + m).to(tl.int64)[:, None] * output_size + n[None, :]
     mask = in_batch[:, None] & in_slice[None, :]
     tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
@@ -322,9 +307,8 @@ def lora_linear(
     dtype = x.dtype if splits == 1 else torch.float32
     y = torch.empty(shape, dtype=dtype, device=x.device)
     row_tiles = triton.cdiv(num_rows, ROWS_AT_ONCE)
-    parts, h_dtype = h_form(b.dtype)
-    h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
-    h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
+    h_shape = (num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
+    h = torch.empty(h_shape, dtype=h_dtype(b.dtype), device=x.device)
     num_sums = max(_SHRINK_PROGRAMS, row_tiles * num_slices)
     sums = torch.empty((num_sums, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device)
     _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
@@ -356,12 +340,11 @@ def lora_linear(
         a.stride(0),
         a.stride(1),
         b.stride(0),
-        *h.stride()[:3],
+        *h.stride()[:2],
         first_size,
         other_size,
         SLICES=num_slices,
         PROGRAMS=_SHRINK_PROGRAMS,
-        PARTS=parts,
         PRECISION=precision(b.dtype),
         BLOCK_M=block_m,
         BLOCK_N=tiles.outputs,
