@@ -16,9 +16,9 @@ class SideStream:
     """A stream beside the device's current one. On the CPU, all is done in the order of calls."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.device = device if self._stream is None else self._stream.device  # with its index
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -54,12 +54,19 @@ def side_thread(device: torch.device, name: str) -> Executor:
 
     On CUDA in one thread, beside the caller's: for work that is long on the host, while the caller
     launches passes. The first job starts it. On the CPU a job is done when `submit` returns. Either
-    way what a job raises is its future's.
+    way what a job raises is its future's. Modes and streams of the caller's thread are not the
+    job's; its current device is `device`, if that has an index.
     """
     if device.type != "cuda":
         return _AtOnce()
     num_threads = min(_NUM_THREADS, torch.get_num_threads())
-    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(num_threads,))
+    return ThreadPoolExecutor(1, name, initializer=_set_up, initargs=(device, num_threads))
+
+
+def _set_up(device: torch.device, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    if device.index is not None:  # else a thread's is the first GPU, which would get a context
+        torch.cuda.set_device(device)
 
 
 class _AtOnce(Executor):
