@@ -121,7 +121,7 @@ def main() -> None:
                 f"batch {batch:3d}, {adapters:2d} adapters, mode {mode:5}: {step:7.3f} ms a step,"
                 f" host waits {waits:6.3f} ms, ratio {step / first:.3f}"
             )
-    runner.host_store.shutdown()
+    runner.shutdown()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,22 @@ the list: its A is zero and its offset 1, so that B is what is added. DoRA's mag
 row too, `magnitude_rows[slot]`, outside the list: y_base is first multiplied by 1 + B of that row.
 
 Order of streams on CUDA. The caller's current stream, on which the model runs, only reads the pool.
-Everything that changes it runs on the pool's own copy stream, in call order. A copy waits for those
-passes, launched before it, that read its rows for an earlier tenant, and for no others.
+Everything that changes its tensors runs on the pool's own copy stream, launched by the pool's own
+thread: to copy an adapter out of pageable memory is long work for the host, and the caller has
+passes to launch. One thread takes the copies one after the other, so they are made in call order
+(rows that change hands twice end up with their last tenant), and only one has temporary memory on
+the device at a time. A copy waits for those passes, launched before the call, that read its rows
+for an earlier tenant, and for no others; a pass launched later must not read them.
 A pass may use a slot once `PoolWrite.done()` has been true, or after `PoolWrite.wait()`; passes on
 other slots run on beside the copy, since they read other rows.
+
+The tables, and which passes read which rows, are plain host state from which passes are built. They
+change in the caller's thread, at the call: ahead of the weights, which is why a slot waits for its
+write. On the CPU there is no thread, and a copy is complete when the call returns.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +35,7 @@ from torch import Tensor
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
 from lorakeet.lora.row_readers import RowReaders
 from lorakeet.lora.row_tables import RowTables
+from lorakeet.lora.row_writer import RowWriter
 from lorakeet.lora.staging import Staging
 from lorakeet.lora.streams import SideStream
 from lorakeet.lora.vocabulary import VocabularyStore
@@ -55,22 +65,35 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class PoolWrite:
-    """A copy under way."""
+    """A copy under way, or behind others that are.
 
-    event: torch.cuda.Event | None  # None: done from the start
+    Both methods raise what the copy has raised, torch's RuntimeError for example when memory is
+    short. Then no pass may use the slot, and nobody need wait for its rows.
+    """
+
+    launched: Future[torch.cuda.Event | None]  # by the pool's thread; None: it is complete
 
     def done(self) -> bool:
         """Whether the copy has completed; never blocks."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        if not self.launched.done():
+            return False
+        event = self.launched.result()
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Let what is launched next on the current stream run after the copy; never blocks."""
-        if self.event is not None:
-            self.event.wait()
+        """Let what is launched next on the current stream run after the copy. Blocks until the
+        pool's thread has launched it, and so all copies before it."""
+        event = self.launched.result()
+        if event is not None:
+            event.wait()
 
 
 class AdapterPool:
-    """The pool's tensors. Slot 0 is "no adapter". Rows that nobody owns hold anything, even NaN."""
+    """The pool's tensors. Slot 0 is "no adapter". Rows that nobody owns hold anything, even NaN.
+
+    All methods are called from one thread; only `write` has work done in another, which `close`
+    ends.
+    """
 
     def __init__(
         self,
@@ -97,11 +120,12 @@ class AdapterPool:
             shape_b = (spec.num_layers, num_rows, spec.output_size)
             self._b[name] = torch.empty(shape_b, dtype=dtype, device=device)
         self.tables = RowTables(specs, num_slots, table_width)
-        self._staging = Staging(self.device)
-        self.vocabularies = VocabularyStore(dtype, self.device, self._staging)
+        staging = Staging(self.device)
+        self.vocabularies = VocabularyStore(dtype, self.device, staging)
         numbers = np.cumsum([0, *(spec.num_layers for spec in self.specs.values())]).tolist()
         self._first_numbers = dict(zip(self.specs, numbers, strict=False))
         self._copies = SideStream(self.device)
+        self._writer = RowWriter(self._a, self._b, staging, self._copies)
         self._readers = RowReaders[torch.cuda.Event](num_slots, num_rows)
 
     def layer(self, group: str, index: int) -> LayerWeights:
@@ -125,31 +149,32 @@ class AdapterPool:
     def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
         """Clear a slot, then start to copy an adapter into it and into `adapter.num_rows` rows.
 
-        On the CPU it is complete on return; on CUDA it has gone to pinned memory, which may mean to
-        wait: see `Staging`. The slot's ranks and tables are set after all its weights. Where the
-        adapter has nothing for one of its rows, in any layer, that row is zeros.
-        Raises ValueError for a slot, rows or an adapter that do not fit the pool.
+        Returns at once; on the CPU the copy is then complete. Until it is, the adapter is held, and
+        must not change. Slot and rows may be given to another adapter even before: copies are made
+        in call order. Where the adapter has nothing for one of its rows, in any layer, that row is
+        zeros.
+        Raises ValueError for a slot, rows or an adapter that do not fit the pool, and RuntimeError
+        when there is no memory for a vocabulary; what goes wrong in the copy is the `PoolWrite`'s
+        to tell. The caller then clears the slot.
         """
         self._check(slot, rows, adapter)
         self.clear(slot)
         with self._copies.use():
-            groups = {name: self._stage(weights) for name, weights in adapter.groups.items()}
-            self.vocabularies.write(slot, adapter.vocabulary)
-            own = _split_rows(self._stage_ids(rows), adapter)
-            self._copies.wait(self._readers.of(rows))
-            for name in self.specs:
-                self._write_group(name, own, groups.get(name))
-            self.tables.set(slot, rows, adapter)
+            fill_vocabulary = self.vocabularies.write(slot, adapter.vocabulary)
+        readers = self._readers.of(rows)  # of passes so far: those to come do not read these rows
+        self.tables.set(slot, rows, adapter)
         self._readers.set_slot(slot, rows)
-        return PoolWrite(self._copies.record())
+        return PoolWrite(self._writer.start(rows, adapter, readers, fill_vocabulary))
 
     @torch.inference_mode()
     def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
         """Clear a slot, then let it list the rows of other slots' adapters: no weight is copied.
 
         `parts`: slot, number of rows and weight of each adapter; the slot's delta is the weighted
-        sum of theirs. They must stay where they are while it is used. Raises ValueError for slots
-        that are not there, and more rows than a slot can list.
+        sum of theirs. They must stay where they are while it is used. This is complete at once,
+        also while a part is still being copied: a pass may use the slot once the parts' own writes
+        are done too. Raises ValueError for slots that are not there, and more rows than a slot can
+        list.
         """
         for part_slot, _, _ in parts:
             self._check_slot(part_slot)
@@ -159,41 +184,14 @@ class AdapterPool:
         self.tables.blend(slot, parts)
         rows = [row for part_slot, _, _ in parts for row in self._readers.rows_of(part_slot)]
         self._readers.set_slot(slot, rows)
-        return PoolWrite(None)
+        complete: Future[torch.cuda.Event | None] = Future()
+        complete.set_result(None)
+        return PoolWrite(complete)
 
-    def _stage(self, weights: GroupWeights) -> GroupWeights:
-        """The same on the device."""
-        stage = self._staging.to_device
-        return GroupWeights(
-            ranks=weights.ranks,
-            a=stage(weights.a),
-            b=stage(weights.b),
-            bias=None if weights.bias is None else stage(weights.bias),
-            magnitude=None if weights.magnitude is None else stage(weights.magnitude),
-        )
-
-    def _write_group(self, name: str, own: "_OwnRows", weights: GroupWeights | None) -> None:
-        a, b = self._a[name], self._b[name]
-        num_filled = 0 if weights is None else weights.a.shape[2]
-        everywhere = weights is not None and len(weights.layers) == len(b)
-        filled, left = own.ranks[:num_filled], own.ranks[num_filled if everywhere else 0 :]
-        empty = torch.cat([left, own.bias, own.magnitude])
-        a.index_fill_(2, empty, 0)
-        b.index_fill_(1, empty, 0)
-        if weights is None:
-            return
-        new_a, new_b = weights.a.to(a.dtype), weights.b.to(b.dtype)
-        if everywhere:
-            a.index_copy_(2, filled, new_a)
-            b.index_copy_(1, filled, new_b)
-        else:
-            layers = self._stage_ids(weights.layers)
-            slices = torch.arange(a.shape[1], device=a.device)
-            a[layers[:, None, None], slices[:, None], filled] = new_a
-            b[layers[:, None], filled] = new_b
-        for row, values in ((own.bias, weights.bias), (own.magnitude, weights.magnitude)):
-            if values is not None:
-                b.index_copy_(1, row, values.to(b.dtype).unsqueeze(1))
+    def close(self) -> None:
+        """End the pool's thread: after the copy that it is at, those behind it are dropped. Nothing
+        can be written any more."""
+        self._writer.close()
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:
@@ -219,9 +217,6 @@ class AdapterPool:
             event = torch.cuda.current_stream(self.device).record_event()
             self._readers.launched(event, slots.tolist())
 
-    def _stage_ids(self, ids: Sequence[int]) -> Tensor:
-        return self._staging.to_device(torch.tensor(ids, dtype=torch.int64))
-
     def _check_slot(self, slot: Slot) -> None:
         if not 0 < slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in 1 … {self.num_slots - 1}")
@@ -240,20 +235,6 @@ class AdapterPool:
             if name not in self.specs:
                 raise ValueError(f"the pool has no group {name!r}")
             _check_shapes(self.specs[name], weights, adapter.rank)
-
-
-@dataclass(frozen=True)
-class _OwnRows:
-    """The rows of one adapter, int64; empty where it has none."""
-
-    ranks: Tensor
-    bias: Tensor
-    magnitude: Tensor
-
-
-def _split_rows(rows: Tensor, adapter: Adapter) -> _OwnRows:
-    sizes = [adapter.rank, int(adapter.has_bias), int(adapter.has_magnitude)]
-    return _OwnRows(*torch.split(rows, sizes))
 
 
 def _check_shapes(spec: GroupSpec, weights: GroupWeights, max_rank: int) -> None:

@@ -25,18 +25,34 @@ class Staging:
             self._ring.extend((buffer, torch.cuda.Event()) for buffer in pinned)  # type: ignore[no-untyped-call]
 
     def to_device(self, values: Tensor) -> Tensor:
-        """A copy, made on the current stream, from `values` as they are now; what is there already
-        is returned as it is. Waits for earlier copies while all buffers are in use."""
-        if values.device.type == self._device.type:
-            return values
-        copy = torch.empty(values.shape, dtype=values.dtype, device=self._device)
-        for piece, target in zip(_pieces(values), _pieces(copy), strict=True):
-            buffer, event = self._ring[0]
-            event.synchronize()
-            target.copy_(buffer[: len(piece)].copy_(piece), non_blocking=True)
-            event.record()
-            self._ring.rotate(-1)
+        """A copy, as `fill` makes it; what is there already is returned as it is."""
+        copy = self.room_for(values, values.dtype)
+        self.fill(copy, values)
         return copy
+
+    def room_for(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Where a copy of them can go: memory for the current stream; themselves, if they are
+        there already in this dtype. May be called by another thread than `fill`."""
+        if values.device.type == self._device.type and values.dtype == dtype:
+            return values
+        return torch.empty(values.shape, dtype=dtype, device=self._device)
+
+    def fill(self, room: Tensor, values: Tensor) -> None:
+        """Copy them to what `room_for` gave, on the current stream, as they are now. Takes as long
+        as the host needs to copy them, and waits for earlier copies while all buffers are in
+        use. One thread at a time may call it."""
+        if values.dtype != room.dtype:
+            room.copy_(self.to_device(values))
+        elif room is not values:
+            for piece, target in zip(_pieces(values), _pieces(room), strict=True):
+                self._copy_piece(target, piece)
+
+    def _copy_piece(self, target: Tensor, piece: Tensor) -> None:
+        buffer, event = self._ring[0]
+        event.synchronize()
+        target.copy_(buffer[: len(piece)].copy_(piece), non_blocking=True)
+        event.record()
+        self._ring.rotate(-1)
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:

@@ -1,18 +1,24 @@
 """Work beside the model's passes on CUDA."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
+
+_NUM_THREADS = 2  # of torch, in the side thread: one alone copies memory slower
 
 
 class SideStream:
     """A stream beside the device's current one. On the CPU, all is done in the order of calls."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.device = device if self._stream is None else self._stream.device  # with its index
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -31,13 +37,45 @@ class SideStream:
     def wait_for_current(self) -> None:
         """What it gets next runs after all that the current stream has got."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def hold_current(self) -> None:
         """What the current stream gets next runs after all that this one has got."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def record(self) -> torch.cuda.Event | None:
         """When all that it has got is complete; None: it is."""
         return None if self._stream is None else self._stream.record_event()
+
+
+def side_thread(device: torch.device, name: str) -> Executor:
+    """Runs jobs one at a time, in the order in which they are submitted.
+
+    On CUDA in one thread, beside the caller's: for work that is long on the host, while the caller
+    launches passes. The first job starts it. On the CPU a job is done when `submit` returns. Either
+    way what a job raises is its future's. Modes and streams of the caller's thread are not the
+    job's; its current device is `device`, if that has an index.
+    """
+    if device.type != "cuda":
+        return _AtOnce()
+    num_threads = min(_NUM_THREADS, torch.get_num_threads())
+    return ThreadPoolExecutor(1, name, initializer=_set_up, initargs=(device, num_threads))
+
+
+def _set_up(device: torch.device, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    if device.index is not None:  # else a thread's is the first GPU, which would get a context
+        torch.cuda.set_device(device)
+
+
+class _AtOnce(Executor):
+    """Each job in the thread that submits it."""
+
+    def submit(self, job: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(job(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -6,6 +6,7 @@ adapter has any does no work here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,7 +61,8 @@ class VocabularyBatch:
 
 
 class VocabularyStore:
-    """The vocabularies by slot. Called as the pool is: changes on its copy stream, in order."""
+    """The vocabularies by slot. Only what `write` returns runs in the pool's thread: which slot
+    has a vocabulary is looked up while passes are built, so it is known from the call on."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, staging: Staging) -> None:
         self._dtype = dtype
@@ -73,11 +75,17 @@ class VocabularyStore:
         """Device memory of all of them."""
         return sum(vocabulary.num_bytes for vocabulary in self._by_slot.values())
 
-    def write(self, slot: Slot, vocabulary: Vocabulary | None) -> None:
-        """Start to copy an adapter's vocabulary, if it has one, into an empty slot."""
+    def write(self, slot: Slot, vocabulary: Vocabulary | None) -> Callable[[], None]:
+        """Make room for an adapter's vocabulary, if it has one, in an empty slot.
+
+        The room is memory for the current stream; what is returned copies the vocabulary there, and
+        has to be called on the same stream. Raises RuntimeError when memory is short.
+        """
         assert slot not in self._by_slot
-        if vocabulary is not None:
-            self._by_slot[slot] = _map(vocabulary, self._to_device)
+        if vocabulary is None:
+            return lambda: None
+        own = self._by_slot[slot] = _map(vocabulary, self._room_for)
+        return partial(self._fill, own, vocabulary)
 
     def has(self, slot: Slot) -> bool:
         return slot in self._by_slot
@@ -111,9 +119,18 @@ class VocabularyStore:
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
-    def _to_device(self, part: TokenRows) -> TokenRows:
-        rows = self._staging.to_device(part.rows).to(self._dtype)
-        return TokenRows(self._staging.to_device(part.ids), rows)
+    def _room_for(self, part: TokenRows) -> TokenRows:
+        room_for = self._staging.room_for
+        return TokenRows(room_for(part.ids, part.ids.dtype), room_for(part.rows, self._dtype))
+
+    def _fill(self, own: Vocabulary, vocabulary: Vocabulary) -> None:
+        for room, part in (
+            (own.embed_tokens, vocabulary.embed_tokens),
+            (own.lm_head, vocabulary.lm_head),
+        ):
+            if room is not None and part is not None:
+                self._staging.fill(room.ids, part.ids)
+                self._staging.fill(room.rows, part.rows)
 
 
 def _map(vocabulary: Vocabulary, change: Callable[[TokenRows], TokenRows]) -> Vocabulary:

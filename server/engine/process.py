@@ -111,7 +111,7 @@ def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
 def limit_threads(settings: Settings) -> None:
     """Share the cores that this process may use with the other ranks.
 
-    Beside a GPU a few are enough: they copy adapters, while the engine's loop waits for them.
+    Beside a GPU a few are enough: what is left for them is to copy weights.
     """
     if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)

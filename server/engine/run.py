@@ -59,7 +59,7 @@ def run_engine(
         return False
     finally:
         if runner is not None:
-            runner.host_store.shutdown()
+            runner.shutdown()
     return True
 
 

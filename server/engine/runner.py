@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.configs.settings import Settings
-from lorakeet.lora.adapter import Slot
+from lorakeet.lora.adapter import MAX_EXTRA_ROWS, Slot
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.batch import (
@@ -142,7 +142,8 @@ class Runner:
     def launch(self, step: Step) -> Callable[[], StepResult]:
         """Do all that the step says; what is returned waits for its result.
 
-        Slot copies run on beside the passes; a later result names them when they are complete.
+        Slot copies run on beside the passes, and are only asked for here; a later result names them
+        when they are complete, or have failed.
         """
         for seq_id in step.released:
             self.rows.release(seq_id)
@@ -151,18 +152,24 @@ class Runner:
         for slot in step.cleared:
             self.pool.clear_vocabulary(slot)
         outputs = self._forward(step.sequences) if step.sequences else PassOutputs()
-        load_errors = self._loads.start(step.loads)  # for later passes: this one comes first
-        return partial(self._result, outputs, load_errors)
+        self._loads.start(step.loads)  # for later passes: this one comes first
+        return partial(self._result, outputs)
 
-    def _result(self, outputs: PassOutputs, load_errors: dict[Slot, str]) -> StepResult:
+    def shutdown(self) -> None:
+        """End the threads that read and copy adapters: what they are at is done, no more is begun.
+        Nothing can be launched any more."""
+        self.host_store.shutdown()
+        self.pool.close()
+
+    def _result(self, outputs: PassOutputs) -> StepResult:
         sampled, prompt_logprobs = outputs.read(self.rows)
-        loaded = self._loads.take_finished()
+        loads = self._loads.take_finished()
         return StepResult(
             sampled=tuple(sampled),
             prompt_logprobs=prompt_logprobs,
-            loaded=tuple(slot for slot, _ in loaded),
-            load_seconds=tuple(seconds for _, seconds in loaded),
-            load_errors=load_errors,
+            loaded=tuple(loads.seconds),
+            load_seconds=tuple(loads.seconds.values()),
+            load_errors=loads.errors,
         )
 
     # --- the pass ---
@@ -291,7 +298,8 @@ class Runner:
                 partial(memory.free_memory, self.device)
             )
             logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
-            on_its_way = settings.max_lora_rank * self._row_bytes  # an adapter, to the pool
+            # an adapter that is being copied to the pool: there is one at a time (see RowWriter)
+            on_its_way = (settings.max_lora_rank + MAX_EXTRA_ROWS) * self._row_bytes
             available -= self._graph_bytes + self.vocabulary_bytes + on_its_way
         size = memory.cache_size(
             settings, self.config, self.dtype, self._least(available), self.group

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import Adapter, Slot
 from lorakeet.lora.host_store import HostStore
@@ -13,56 +12,60 @@ from lorakeet.server.engine.step import SlotLoad
 
 logger = logging.getLogger(__name__)
 
-_STEP_BYTES = 2**26  # after so many, the next copies begin in the next step: see Staging
-
 
 @dataclass(frozen=True)
-class _WaitingLoad:
-    load: SlotLoad
-    adapter: Adapter | None  # held: it may be put out of the host store; None: a blend
-    asked: float
+class FinishedLoads:
+    """Each load is named once."""
+
+    seconds: dict[Slot, float] = field(default_factory=dict)  # what a copy took that is complete
+    errors: dict[Slot, str] = field(default_factory=dict)  # why a copy has failed
 
 
 @dataclass(frozen=True)
 class _RunningLoad:
-    slot: Slot
+    load: SlotLoad
     write: PoolWrite
     asked: float
 
 
 class SlotLoads:
-    """Copies begin in the order in which they are asked for, so a blend's after its parts'."""
+    """Copies are made in the order in which they are asked for."""
 
     def __init__(self, pool: AdapterPool, host_store: HostStore) -> None:
         self._pool = pool
         self._host_store = host_store
-        self._waiting: deque[_WaitingLoad] = deque()
         self._running: list[_RunningLoad] = []
+        self._finished = FinishedLoads()
 
-    def start(self, loads: Sequence[SlotLoad]) -> dict[Slot, str]:
-        """Start these copies, or at least queue them. Returns the slots whose copy has failed, and
-        why: also of earlier calls."""
+    def start(self, loads: Sequence[SlotLoad]) -> None:
+        """Start these copies, or at least queue them; an adapter is held until it is copied, also
+        when the host store puts it out. Whatever goes wrong is for `take_finished` to tell."""
         asked = time.perf_counter()
         for load in loads:
             adapter = None if load.parts else self._host_store.get(load.adapter_id)
-            self._waiting.append(_WaitingLoad(load, adapter, asked))
-        errors: dict[Slot, str] = {}
-        num_bytes = 0
-        while self._waiting and num_bytes < _STEP_BYTES:
-            waiting = self._waiting.popleft()
-            num_bytes += 0 if waiting.adapter is None else waiting.adapter.num_bytes
-            self._start(waiting, errors)
-        return errors
+            try:
+                write = self._write(load, adapter)
+            except (ValueError, RuntimeError) as error:  # torch raises RuntimeError, also for OOM
+                self._fail(load, error)
+            else:
+                self._running.append(_RunningLoad(load, write, asked))
 
-    def _start(self, waiting: _WaitingLoad, errors: dict[Slot, str]) -> None:
-        slot = waiting.load.slot
-        try:
-            write = self._write(waiting.load, waiting.adapter)
-        except (ValueError, RuntimeError) as error:  # torch raises RuntimeError, also for OOM
-            logger.exception("adapter %d cannot be copied to its slot", waiting.load.adapter_id)
-            errors[slot] = f"the adapter could not be copied to the device: {error}"
-        else:
-            self._running.append(_RunningLoad(slot, write, waiting.asked))
+    def take_finished(self) -> FinishedLoads:
+        """Slots whose copy has completed or failed since the last call. Never waits."""
+        now = time.perf_counter()
+        running, self._running = self._running, []
+        for one in running:
+            try:
+                is_done = one.write.done()
+            except Exception as error:  # of the pool's thread
+                self._fail(one.load, error)
+                continue
+            if is_done:
+                self._finished.seconds[one.load.slot] = now - one.asked
+            else:
+                self._running.append(one)
+        finished, self._finished = self._finished, FinishedLoads()
+        return finished
 
     def _write(self, load: SlotLoad, adapter: Adapter | None) -> PoolWrite:
         self._pool.clear(load.slot)
@@ -71,10 +74,8 @@ class SlotLoads:
         parts = [(part.slot, part.num_rows, part.weight) for part in load.parts]
         return self._pool.write_blend(load.slot, parts)
 
-    def take_finished(self) -> list[tuple[Slot, float]]:
-        """Slots whose copy has completed since the last call, and the seconds that it took."""
-        now = time.perf_counter()
-        done = [(load.slot, now - load.asked) for load in self._running if load.write.done()]
-        slots = {slot for slot, _ in done}
-        self._running = [load for load in self._running if load.slot not in slots]
-        return done
+    def _fail(self, load: SlotLoad, error: Exception) -> None:
+        message = "adapter %d cannot be copied to its slot"
+        logger.error(message, load.adapter_id, exc_info=error)
+        self._pool.clear(load.slot)  # its tables are set, and there is room for its vocabulary
+        self._finished.errors[load.slot] = f"the adapter could not be copied to the device: {error}"

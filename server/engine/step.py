@@ -21,7 +21,8 @@ class SlotPart:
 
 @dataclass(frozen=True)
 class SlotLoad:
-    """Copy an adapter from host memory into a slot of the pool, before this step's forward pass.
+    """Copy an adapter from host memory into a slot of the pool, beside the passes from now on: the
+    slot may be used once a step's result names it as loaded.
 
     Or, with `parts`, make the slot list the rows of other slots' adapters, each times its weight.
     """

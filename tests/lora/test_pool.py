@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakeet.lora.adapter import Adapter, GroupWeights, Slot
+from lorakeet.lora.adapter import Adapter, GroupWeights, Slot, TokenRows, Vocabulary
 from lorakeet.lora.backend import make_backend
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
@@ -400,12 +400,13 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     pool.write(Slot(1), range(6), old).wait()
     layer = pool.layer("qkv_proj", 1)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
     seen = layer.a.clone()
     pool.launched(np.array([0, 1], np.int32))
     write = pool.write(Slot(2), range(6), new)
+    write.launched.result()
+    assert not torch.cuda.current_stream().query()  # neither write nor thread waited for the pass
     assert not write.done()
-    assert not torch.cuda.current_stream().query()  # the write did not wait for the pass
     write.wait()
     after = layer.a.clone()
     table = pool.tables.rows.copy()
@@ -431,9 +432,79 @@ def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
     while not other.done():
         assert not torch.cuda.current_stream().query(), "it waited for the pass"
     own = pool.write(Slot(1), [2, 0], random_adapter(same_rank(2)))
+    own.launched.result()  # from here on it is the device's
+    assert not torch.cuda.current_stream().query()
     assert not own.done()
     torch.cuda.synchronize()
     assert own.done()
+
+
+@pytest.mark.gpu
+def test_rows_that_change_hands_while_they_are_copied_end_with_their_last_tenant() -> None:
+    """With vocabularies, whose memory goes from one to the next too."""
+    pool = poisoned_pool(4, 6, device="cuda")
+    adapters = [random_adapter(same_rank(6), seed) for seed in range(8)]
+    for seed, adapter in enumerate(adapters):
+        rows = torch.full((1000, 20), float(seed))
+        vocabulary = Vocabulary(1000, TokenRows(torch.arange(1000), rows), None)
+        slot = Slot(1 + seed % 2)
+        pool.clear(Slot(2 - seed % 2))
+        write = pool.write(slot, range(6), dataclasses.replace(adapter, vocabulary=vocabulary))
+    write.wait()
+    layer = pool.layer("gate_up_proj", 1)
+    assert torch.equal(layer.b[:6].cpu(), adapters[-1].groups["gate_up_proj"].b[1])
+    batch = pool.vocabularies.for_embedding(np.array([slot], np.int32))
+    assert batch is not None
+    y = torch.zeros(1, 20, device="cuda")
+    batch.embed(y, torch.tensor([999], device="cuda"))
+    assert y.eq(7).all()
+
+
+@pytest.mark.gpu
+def test_copies_in_a_row_take_the_memory_of_one() -> None:
+    """Beside the pool, also while the device has not begun with any of them."""
+    pool = poisoned_pool(9, 512, device="cuda")
+    adapters = [random_adapter(same_rank(64), seed) for seed in range(8)]
+    size = sum(w.a.nbytes + w.b.nbytes for w in adapters[0].groups.values())
+    pool.write(Slot(1), range(64), adapters[0]).wait()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+    pool.launched(np.array([1], np.int32))
+    writes = [
+        pool.write(Slot(1 + number), range(64 * number, 64 * number + 64), adapter)
+        for number, adapter in enumerate(adapters)
+    ]
+    writes[-1].launched.result()
+    assert not writes[0].done()
+    torch.cuda.synchronize()
+    assert all(write.done() for write in writes)
+    assert size < torch.cuda.max_memory_allocated() - before < 1.5 * size
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_memory_that_is_short_is_the_error_of_one_copy_and_is_given_back() -> None:
+    pool = poisoned_pool(3, 6, device="cuda")
+    pool.write(Slot(1), range(3), random_adapter(same_rank(3), 1)).wait()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    huge = torch.zeros(1, dtype=torch.float32).expand(3, 3, 3, 2**44)  # takes nothing on the host
+    spec = dataclasses.replace(QKV, input_size=2**44)
+    pool.specs["qkv_proj"] = spec
+    adapter = random_adapter(same_rank(3), 2)
+    weights = dataclasses.replace(adapter.groups["qkv_proj"], a=huge)
+    last = {**adapter.groups, "qkv_proj": weights}
+    write = pool.write(Slot(2), (3, 4, 5), dataclasses.replace(adapter, groups=last))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        write.wait()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        write.done()
+    assert torch.cuda.memory_allocated() == before
+    pool.specs["qkv_proj"] = QKV
+    pool.write(Slot(2), (3, 4, 5), adapter).wait()
+    assert torch.equal(pool.layer("qkv_proj", 0).b[3:].cpu(), adapter.groups["qkv_proj"].b[0])
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from lorakeet.configs.settings import SettingsError
 from lorakeet.server.engine.client import Engine, EngineDeadError
 from lorakeet.server.llm import LLM, SamplingParams
 from support.adapters import make_adapter, peft_greedy, peft_logprobs
+from support.copies import CopyThreads, copy_threads_alive
 from support.engines import overflowing_adapter
 from support.models import tiny_model, tiny_tokenizer
 from support.servers import wait_until
@@ -180,6 +181,17 @@ def test_errors_at_the_start(model: Path, tmp_path: Path) -> None:
         wait_until(lambda: own_threads() <= before, "its threads have ended")
     finally:
         gc.enable()
+
+
+def test_a_closed_llm_leaves_no_thread(
+    model: Path, tmp_path: Path, copy_threads: CopyThreads
+) -> None:
+    before = own_threads()
+    with LLM(model, {"red": make_adapter(tmp_path / "red", model, seed=1)}, **SMALL) as llm:
+        llm.generate("the quick", GREEDY, adapter="red")
+        assert len(copy_threads_alive()) == 1
+    assert copy_threads_alive() == []
+    wait_until(lambda: own_threads() <= before, "its threads have ended")
 
 
 def test_a_closed_llm_says_so(model: Path) -> None:

@@ -1,6 +1,7 @@
 """A real runner and scheduler, driven step by step in the test's own thread."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.server.engine.client import Engine
+from lorakeet.server.engine.loop import COPY_POLL
 from lorakeet.server.engine.messages import (
     AddRequest,
     RequestOutput,
@@ -113,7 +115,8 @@ class StepEngine:
         self.scheduler.add(request)
 
     def step(self) -> None:
-        """As `EngineLoop._step`, with `depth` steps in flight."""
+        """As `EngineLoop._step`, with `depth` steps in flight. Leaves time for a copy to a slot
+        when it has nothing else to do."""
         has_launched = False
         if self.scheduler.has_work and self.scheduler.can_schedule:
             step = self.scheduler.schedule()
@@ -123,6 +126,8 @@ class StepEngine:
             step, wait = self._in_flight.popleft()
             for output in self.scheduler.apply(step, wait()):
                 self.results[output.request_id].take(output)
+            if not step.sequences and self.scheduler.slots.num_loading:
+                time.sleep(COPY_POLL)
 
     def run(self) -> dict[str, Collected]:
         for _ in range(2000):

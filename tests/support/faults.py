@@ -2,20 +2,23 @@
 
 A file named `fault` in an adapter's folder says how: "memory" and "crash" end the read, "slow"
 holds it up, "copy" lets every second copy to the pool fail. All else is the real server, with the
-engine in a thread of the same process.
+engine in a thread of the same process, and copies to the pool in another, as on CUDA.
 """
 
 import itertools
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from lorakeet.lora import host_store
-from lorakeet.lora.adapter import Adapter, Slot
+import torch
+
+from lorakeet.lora import host_store, row_writer
+from lorakeet.lora.adapter import Adapter
 from lorakeet.lora.peft_files import read_adapter
-from lorakeet.lora.pool import AdapterPool, PoolWrite
+from lorakeet.lora.streams import side_thread
 from lorakeet.server import serve
 from lorakeet.server.engine.inline import InlineEngine
 
@@ -25,7 +28,7 @@ SLOW_SECONDS = 0.3
 def install() -> None:
     fails_to_copy: set[str] = set()
     copies = itertools.count()
-    write = AdapterPool.write
+    launch = row_writer.RowWriter._launch
 
     def faulty_read(path: Path, *args: Any, **options: Any) -> Adapter:
         file = path / "fault"
@@ -41,15 +44,19 @@ def install() -> None:
             fails_to_copy.add(adapter.digest)
         return adapter
 
-    def faulty_write(
-        self: AdapterPool, slot: Slot, rows: Sequence[int], adapter: Adapter
-    ) -> PoolWrite:
+    def faulty_launch(
+        self: row_writer.RowWriter, rows: Sequence[int], adapter: Adapter, *args: Any
+    ) -> Any:
         if adapter.digest in fails_to_copy and next(copies) % 2 == 0:
             raise RuntimeError("out of memory")
-        return write(self, slot, rows, adapter)
+        return launch(self, rows, adapter, *args)
+
+    def as_on_cuda(device: torch.device, name: str) -> Executor:
+        return side_thread(torch.device("cuda"), name)
 
     vars(host_store)["read_adapter"] = faulty_read
-    AdapterPool.write = faulty_write  # type: ignore[method-assign]
+    row_writer.RowWriter._launch = faulty_launch  # type: ignore[assignment, method-assign]
+    vars(row_writer)["side_thread"] = as_on_cuda
     vars(serve)["EngineProcess"] = InlineEngine
 
 

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.server.engine import slot_loads
 from support.adapters import base_model, make_adapter
 from support.blends import combined_model, logprobs, summed_model
+from support.copies import CopyThreads
 from support.engines import Collected, StepEngine, prompt_of
 from support.models import tiny_model
 
@@ -212,11 +212,8 @@ def test_blends_follow_their_adapters_when_these_move_in_the_pool(files: Files) 
     engine.scheduler.check()
 
 
-def test_copies_that_begin_one_a_step_come_in_order(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many are asked for at once: a blend's own begins after those of its parts."""
-    monkeypatch.setattr(slot_loads, "_STEP_BYTES", 1)
+def test_blends_wait_for_the_copies_of_their_parts(files: Files, copy_threads: CopyThreads) -> None:
+    """Many are asked for at once, of which none begins at first; a blend's own needs no copy."""
     engine = files.engine(max_loras=12)
     blends = {f"blend {number}": blend for number, blend in enumerate(_BLENDS)}
     alone = {f"alone {number}": ((number, 1.0),) for number in range(1, 7)}
@@ -224,6 +221,10 @@ def test_copies_that_begin_one_a_step_come_in_order(
     for name, blend in (blends | alone).items():
         parts = tuple(part for part in blend if part[1])
         engine.add(name, prompt, blend=parts, max_tokens=3, logprobs=0)
+    with copy_threads.held():
+        for _ in range(5):
+            engine.step()
+        assert engine.scheduler.stats().num_running == 0
     results = engine.run()
     for name, blend in (blends | alone).items():
         check(files.oracle(blend), prompt, results[name])
