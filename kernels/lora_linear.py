@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakeet.kernels.lora_tiles import (
     find_slice,
-    h_dtype,
+    h_form,
     precision,
     shrink_tile,
     store_h,
@@ -56,10 +56,12 @@ def _shrink(  # type: ignore[no-untyped-def]
     x_stride,
     a_slice_stride,
     a_row_stride,
+    h_part_stride,
     h_slice_stride,
     h_stride,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -117,18 +119,23 @@ def _shrink(  # type: ignore[no-untyped-def]
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset)
+            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 
 
 @triton.jit
-def _add_expanded(y, weights, h_at, near, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_expanded(  # type: ignore[no-untyped-def]
+    y, weights, h_at, near, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
+):
     """y (N, M) + B (R, N)^T · h (R, M). What is not near a token's own rows is not even read."""
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
-    h = tl.load(h_at, mask=near, other=0.0)
-    return tl.dot(tl.trans(weights), h, y, input_precision=PRECISION)
+    b = tl.trans(weights)
+    y = tl.dot(b, tl.load(h_at, mask=near, other=0.0), y, input_precision=PRECISION)
+    if PARTS == 2:
+        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=near, other=0.0), y)
+    return y
 
 
 # sizes that change from step to step must not compile anew
@@ -162,12 +169,14 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     a_slice_stride,
     a_row_stride,
     b_row_stride,
+    h_part_stride,
     h_slice_stride,
     h_stride,
     first_size,
     other_size,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,10 +210,12 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             x_stride,
             a_slice_stride,
             a_row_stride,
+            h_part_stride,
             h_slice_stride,
             h_stride,
             SLICES,
             PROGRAMS,
+            PARTS,
             BLOCK_M,
             BLOCK_R,
             SHRINK_K,
@@ -250,7 +261,9 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
         r0 = split * BLOCK_R
         near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-        total = _add_expanded(total, weights, h_at + r0, near[None, :], PRECISION)
+        total = _add_expanded(
+            total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
+        )
         step = splits * BLOCK_R
         for r0 in tl.range(split * BLOCK_R + step, count, step, num_stages=EXPAND_STAGES):
             used = r0 + r < count
@@ -258,7 +271,9 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             b_at = b + row[:, None] * b_row_stride + n[None, :]
             weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
             near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-            total = _add_expanded(total, weights, h_at + r0, near[None, :], PRECISION)
+            total = _add_expanded(
+                total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
+            )
     y_at = y + (split * num_tokens + m).to(tl.int64)[:, None] * output_size + n[None, :]
     mask = in_batch[:, None] & in_slice[None, :]
     tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
@@ -292,7 +307,7 @@ def lora_linear(
     arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, one for
     each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
     (T, out) of x's dtype, or its parts (splits, T, out) in float32, to be summed up by whoever
-    reads them next. Sums are float32; h is rounded to the weights' dtype if that is bfloat16.
+    reads them next. Sums are float32.
     """
     num_tokens, input_size = x.shape
     output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)
@@ -312,11 +327,11 @@ def lora_linear(
     dtype = x.dtype if splits == 1 else torch.float32
     y = torch.empty(shape, dtype=dtype, device=x.device)
     row_tiles = triton.cdiv(num_rows, ROWS_AT_ONCE)
-    h_shape = (num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
-    h = torch.empty(h_shape, dtype=h_dtype(b.dtype), device=x.device)
-    sums = torch.empty(
-        (_SHRINK_PROGRAMS, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device
-    )
+    parts, h_dtype = h_form(b.dtype)
+    h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
+    h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
+    sums_shape = (_SHRINK_PROGRAMS, block_m, ROWS_AT_ONCE)
+    sums = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
     _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
         x,
         TensorDescriptor.from_tensor(x, [block_m, tiles.inputs]),
@@ -346,11 +361,12 @@ def lora_linear(
         a.stride(0),
         a.stride(1),
         b.stride(0),
-        *h.stride()[:2],
+        *h.stride()[:3],
         first_size,
         other_size,
         SLICES=num_slices,
         PROGRAMS=_SHRINK_PROGRAMS,
+        PARTS=parts,
         PRECISION=precision(b.dtype),
         BLOCK_M=block_m,
         BLOCK_N=tiles.outputs,

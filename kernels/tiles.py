@@ -25,7 +25,8 @@ def linear_tiles(
     block_m: int, output_size: int, itemsize: int, shared_memory: int | None
 ) -> LinearTiles:
     """Two programs of up to 64 tokens fit on a multiprocessor of an H200. With less
-    `shared_memory`, in bytes for a program, fewer or smaller tiles are in flight; None: no limit."""
+    `shared_memory`, in bytes for a program, fewer or smaller tiles are in flight.
+    None: no limit."""
     tiles = _measured(block_m, output_size, itemsize)
     if shared_memory is None:
         return tiles
