@@ -113,19 +113,25 @@ def list_by_group(
     slots: NDArray[np.int32], pool: AdapterPool, groups: Collection[str]
 ) -> dict[str, RankRowArrays]:
     """The rank rows of a pass for each group. Groups that list the same share one."""
-    distinct = np.unique(slots).tolist()
+    distinct = np.unique(slots)
     lists: dict[Hashable, RankRowArrays] = {}
     by_group = {}
     for group in groups:
-        key = pool.tables.num_listed(distinct, group)
+        key = tuple(pool.tables.num_listed(distinct, group).tolist())
         if key not in lists:
             lists[key] = list_rank_rows(slots, partial(pool.tables.slot_rows, group))
         by_group[group] = lists[key]
     return by_group
 
 
+def static_room(pool: AdapterPool) -> int:
+    """The most rows in a list that static batches have room for: adapters' own are never more, but
+    blends may list the same rows again."""
+    return max(pool.num_rows, MIN_ROOM)
+
+
 class StaticRankRows:
-    """Room for the rank rows of any pass of `num_tokens` in one int32 buffer, group by group.
+    """Room for the rank rows of a pass of `num_tokens` in one int32 buffer, group by group.
 
     On the CPU no lists are made: its backend needs the slots alone.
     """
@@ -135,7 +141,8 @@ class StaticRankRows:
         self._pool = pool
         self._groups = body_groups(pool) if pool.device.type == "cuda" else []
         self._num_tokens = num_tokens
-        self._room = max(num_adapters * pool.tables.width, MIN_ROOM)
+        most = min(num_adapters * pool.tables.width, static_room(pool))
+        self._room = max(most, MIN_ROOM)
         self._size = packed_size(num_tokens, self._room)
 
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:

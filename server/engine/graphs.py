@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows
+from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows, static_room
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
+from lorakeet.server.engine.scheduler_config import ReplayedSteps
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
@@ -149,9 +150,17 @@ class PassGraphs:
             free.append(free_memory())
         return free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
 
-    def take(self, arrays: StepArrays) -> bool:
+    @property
+    def steps(self) -> ReplayedSteps:
+        return ReplayedSteps(self.sizes[-1], _MOST_REREAD)
+
+    def take(self, arrays: StepArrays, slots: NDArray[np.int32]) -> bool:
         """Whether there is a graph for this step, and it is worth while."""
-        return len(arrays.token_ids) <= self.sizes[-1] and arrays.num_reread <= _MOST_REREAD
+        return (
+            len(arrays.token_ids) <= self.sizes[-1]
+            and arrays.num_reread <= _MOST_REREAD
+            and self._adapters.tables.most_listed(np.unique(slots)) <= static_room(self._adapters)
+        )
 
     def run(self, arrays: StepArrays, slots: NDArray[np.int32]) -> Tensor:
         """Hidden states of a step that they `take`; `slots` (T,) of its tokens.

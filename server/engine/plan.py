@@ -16,9 +16,14 @@ from lorakeet.server.engine.step import (
 
 @dataclass
 class StepPlan:
-    """What has been decided so far. `budget`: tokens that the step can still take."""
+    """What has been decided so far.
+
+    `budget`: tokens that the step can still take; `spare`: how many more, if it is not to be
+    replayed.
+    """
 
     budget: int
+    spare: int = 0
     chunks: dict[SequenceId, ScheduledSequence] = field(default_factory=dict)
     new: list[NewSequence] = field(default_factory=list)
 
@@ -37,6 +42,10 @@ class StepPlan:
                 adapter_start=sequence.chain.content.start,
             )
         )
+
+    def use_spare(self) -> None:
+        self.budget += self.spare
+        self.spare = 0
 
     def add(self, chunk: ScheduledSequence) -> None:
         self.chunks[chunk.seq_id] = chunk

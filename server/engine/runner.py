@@ -216,7 +216,7 @@ class Runner:
         """Hidden states of the pass: (T, hidden_size)."""
         slots = self.rows.slots_at(arrays.token_rows, arrays.positions)
         vocabulary = self.pool.vocabularies.for_embedding(slots)
-        if self.graphs is not None and vocabulary is None and self.graphs.take(arrays):
+        if self.graphs is not None and vocabulary is None and self.graphs.take(arrays, slots):
             return self.graphs.run(arrays, slots)
         lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
         return self._run_model(arrays, lora, vocabulary)

@@ -20,6 +20,7 @@ from lorakeet.lora.batch import (
     build_lora_batch,
     full_lora_batch,
     list_by_group,
+    static_room,
 )
 from lorakeet.lora.pool import AdapterPool
 from support.pools import SPECS, filled_pool, random_adapter, same_rank, with_vectors
@@ -158,6 +159,19 @@ def test_static_rank_rows_have_room_for_the_longest_lists(num_tokens: int) -> No
     for rank_rows in views.rank_rows.values():
         assert rank_rows.count.tolist() == [9 * min(num_tokens, 5)]
         assert len(rank_rows.rows) >= 9 * min(num_tokens, 5)
+
+
+def test_static_rank_rows_have_room_for_what_the_pool_holds() -> None:
+    """A pass never lists more of it, unless blends list the same rows twice."""
+    pool = cuda_like(filled_pool({slot: random_adapter(same_rank(9), slot) for slot in (1, 2)}))
+    pool.num_rows = 300
+    assert static_room(pool) == 300
+    static = StaticRankRows(pool, num_tokens=300, num_adapters=300)
+    views = static.batch(torch.from_numpy(static.pack(slots_of([1, 2] * 150))), torch.zeros(300))
+    assert {len(rank_rows.rows) for rank_rows in views.rank_rows.values()} == {300}
+    assert pool.tables.most_listed(np.array([0, 1, 2])) == 18
+    pool.num_rows = 2
+    assert static_room(pool) == batches.MIN_ROOM
 
 
 def test_static_rank_rows_on_the_cpu_know_the_slots_alone() -> None:

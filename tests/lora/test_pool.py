@@ -281,7 +281,7 @@ class Listing:
         tables, slots = self.pool.tables, range(self.pool.num_slots)
         for name, spec in self.pool.specs.items():
             counts = [self.counts.get(slot, {}).get(name, 0) for slot in slots]
-            assert tables.num_listed(list(slots), name) == tuple(counts)
+            assert tables.num_listed(np.array(list(slots)), name).tolist() == list(counts)
             layers = [self.pool.layer(name, index) for index in range(spec.num_layers)]
             for slot, count in zip(slots, counts, strict=True):
                 assert tables.touched([slot], [name]) == ([name] if count else [])
@@ -337,8 +337,8 @@ def test_slots_of_every_kind_list_what_they_own() -> None:
     listing.check()
     tables = listing.pool.tables
     named = [slots[name] for name in ("rank patterns", "biases", "two", "biases alone")]
-    assert tables.num_listed(named, "qkv_proj") == (3, 4, 6, 0)
-    assert tables.num_listed(named, "down_proj") == (0, 1, 3, 0)
+    assert tables.num_listed(named, "qkv_proj").tolist() == [3, 4, 6, 0]
+    assert tables.num_listed(named, "down_proj").tolist() == [0, 1, 3, 0]
     assert tables.slot_rows("o_proj", slots["both"]).magnitude >= 0
     assert tables.slot_rows("qkv_proj", slots["both"]).magnitude == -1
     for slot in slots.values():

@@ -203,6 +203,24 @@ def test_chunks_are_replayed_unless_too_deep_in_a_prompt(
         assert padded.results[f"1-{number}"].cached_tokens
 
 
+def test_a_step_with_more_rows_than_static_batches_hold_is_not_replayed(
+    model: Path, adapters: tuple[Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with blends, which list the same rows again."""
+    engine = engine_of(model, adapters, graphs=True)
+    used = note_runs(engine)
+    for room in (1000, 2):
+        monkeypatch.setattr(graphs, "static_room", lambda pool, room=room: room)
+        engine.add(f"{room}", prompt_of(5, 1), 1, max_tokens=3)
+        engine.add(f"base{room}", prompt_of(5, 2), 0, max_tokens=6)
+        engine.run()
+        assert any(with_lora for _, with_lora, _ in used) == (room == 1000)
+        used.clear()
+    for room in (1000, 2):
+        expected = peft_greedy(model, adapters[0], prompt_of(5, 1), 3)
+        assert engine.results[f"{room}"].token_ids == expected
+
+
 def test_each_token_of_a_pass_as_a_sequence() -> None:
     """Two chunks and a decode: 3 tokens from position 4 on, one at 9, 2 from the start."""
     rows, counts = np.array([5, 2, 7]), np.array([3, 1, 2])

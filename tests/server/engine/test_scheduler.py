@@ -16,7 +16,7 @@ from lorakeet.lora.slots import PoolError, Room
 from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
-from lorakeet.server.engine.scheduler_config import SchedulerConfig
+from lorakeet.server.engine.scheduler_config import ReplayedSteps, SchedulerConfig
 from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step
 from support.toy_engine import EOS, VOCAB, ToyEngine, solo
 
@@ -592,6 +592,47 @@ def test_scores_survive_a_preemption() -> None:
         engine.add(f"r{number}", sound_prompt(0, 16 + number, sampling), sampling=sampling)
     finish(engine)
     assert engine.scheduler.stats().num_preemptions > 0
+
+
+# --- steps that are replayed ---
+
+REPLAYED = replace(CONFIG, replayed=ReplayedSteps(num_tokens=6, num_reread=40))
+
+
+def test_short_prompts_fill_steps_that_can_be_replayed() -> None:
+    engine, _ = engine_with(config=REPLAYED)
+    for number, length in enumerate((4, 5, 3)):
+        engine.add(f"r{number}", sound_prompt(0, length), sampling=LONG)
+    assert tokens_of(engine.step()) == [4, 2]
+    assert tokens_of(engine.step()) == [1, 3, 2]  # the first one's next token
+    assert tokens_of(engine.step()) == [1, 1, 1]
+    finish(engine)
+
+
+def test_a_long_prompt_takes_all_that_a_step_may_have() -> None:
+    """Also of a step that has begun with short ones, as does one that is deep in its context."""
+    engine, _ = engine_with(config=REPLAYED)
+    for number, length in enumerate((4, 30)):
+        engine.add(f"r{number}", sound_prompt(0, length), sampling=LONG)
+    assert tokens_of(engine.step()) == [4, 12]
+    assert tokens_of(engine.step()) == [1, 15]
+    assert tokens_of(engine.step()) == [1, 3]
+    finish(engine)
+    prompt = sound_prompt(0, 15)
+    engine.add("first", prompt, sampling=LONG)
+    finish(engine)
+    engine.add("deep", prompt, sampling=LONG)  # 12 of its tokens are in the prefix cache
+    engine.add("short", prompt_of(6, seed=2000), sampling=LONG)
+    assert tokens_of(engine.step()) == [3, 6]
+    finish(engine)
+
+
+def test_what_is_replayed_is_no_more_than_a_step_may_have() -> None:
+    config = replace(REPLAYED, replayed=ReplayedSteps(num_tokens=100, num_reread=1000))
+    engine, _ = engine_with(config=config)
+    engine.add("r", sound_prompt(0, 20), sampling=LONG)
+    assert tokens_of(engine.step()) == [16]
+    finish(engine)
 
 
 # --- aborts ---
