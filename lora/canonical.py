@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec, GroupWeights
+from lorakeet.lora.host_memory import zeros
 from lorakeet.lora.peft_tensors import BaseTensor, LoRAModule, PeftTensors, all_finite
 from lorakeet.lora.vectors import Vectors
 
@@ -121,7 +122,7 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Te
     unit = _ALIGNMENT // dtype.itemsize
     sizes = [torch.Size(shape).numel() for shape in shapes]
     padded = [-(-size // unit) * unit for size in sizes]
-    block = torch.zeros(sum(padded), dtype=dtype)
+    block = zeros(sum(padded) * dtype.itemsize).view(dtype)
     parts = torch.split(block, padded)
     return block, [
         part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)
