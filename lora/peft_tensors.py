@@ -42,6 +42,8 @@ _UNKNOWN = {
     ".lora_a.": "torchtune's own names, not those of its PEFT export: ",
 }
 
+_ORDERED = (torch.bfloat16, torch.float16, torch.float32)  # others are compared as float32
+
 Place = tuple[int, str]  # layer and name of a module
 
 
@@ -124,7 +126,7 @@ def parse_tensors(config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftTens
 
     Raises AdapterError for names that are not understood, A without B, names that mean the same
     module, magnitudes and biases that the config does not speak of, wrong dimensions and dtypes,
-    ranks that differ from the config's, values not finite.
+    ranks that differ from the config's. Values are another question: see `check_finite`.
     """
     parts, paths = _sort(tensors)
     adapted = [place for place in sorted(parts) if parts[place].keys() - set(_BASE.values())]
@@ -249,19 +251,37 @@ def check_tensor(key: str, tensor: Tensor, dimensions: int = 2) -> None:
         raise AdapterError(f"{shorten(key)} is not a plain tensor")
     if tensor.numel() == 0:
         raise AdapterError(f"{shorten(key)} is empty: its shape is {tuple(tensor.shape)}")
-    if not all_finite(tensor):
-        raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
+
+
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise AdapterError that names one with NaN or infinite values. All are floating, none empty.
+
+    The usual file, of one buffer and one dtype, is looked at in one piece.
+    """
+    first = next(iter(tensors.values()))
+    buffer, dtype = first.untyped_storage(), first.dtype
+    if (
+        dtype in _ORDERED
+        and all(
+            tensor.dtype == dtype and tensor.untyped_storage().data_ptr() == buffer.data_ptr()
+            for tensor in tensors.values()
+        )
+        and all_finite(first.as_strided((buffer.nbytes() // dtype.itemsize,), (1,), 0))
+    ):
+        return
+    for key, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
 
 
 def _add_tensor(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
     digest.update(f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def all_finite(tensor: Tensor) -> bool:
     """Of a tensor that is not empty. NaN is its own minimum; many times faster than isfinite."""
-    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
-    low, high = (tensor if is_half else tensor.float()).aminmax()
+    low, high = (tensor if tensor.dtype in _ORDERED else tensor.float()).aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
