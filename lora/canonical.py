@@ -177,7 +177,7 @@ def _write(run: _Run, vectors: Vectors, spec: GroupSpec, a: Tensor, b: Tensor) -
             own.copy_(_scaled(module, vectors.factors.get(module.place), spec).T)
 
 
-def _too_large(plans: Sequence["_Plan"], groups: Mapping[str, GroupWeights]) -> str:
+def _too_large(plans: Sequence[_Plan], groups: Mapping[str, GroupWeights]) -> str:
     """Names a module with a value that is not finite any more."""
     for plan in plans:
         for run in plan.runs:

@@ -72,10 +72,10 @@ def read_adapter(
     own, others = split_vocabulary(config, tensors)
     found = parse_tensors(config, others)
     check_not_empty(found, own)
-    check_finite(tensors)
     check_rank(found, max_rank)
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(found.digest)
+        check_finite(tensors)
         vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
         found = replace(found, modules=fit_modules(found.modules, own, whole))
         check_fit(found, whole)

@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ _UNKNOWN = {
     ".lora_a.": "torchtune's own names, not those of its PEFT export: ",
 }
 
+_BLOCK_BYTES = 2**20  # hashed at a time: after each, a busy engine may keep the thread waiting
 _ORDERED = (torch.bfloat16, torch.float16, torch.float32)  # others are compared as float32
 
 Place = tuple[int, str]  # layer and name of a module
@@ -102,14 +103,24 @@ class PeftTensors:
     def digest(self) -> str:
         """sha256 over modules and biases: names, scales, and every byte of their tensors."""
         digest = hashlib.sha256()
-        for module in self.modules:
-            digest.update(f"{module.layer} {module.name} ".encode())
-            digest.update(struct.pack("<d", module.scaling.scale))
-            for part, tensor in module.tensors.items():
-                _add_tensor(digest, f"{part} ", tensor)
-        for bias in self.biases:
-            _add_tensor(digest, f"{bias.layer} {bias.name} bias ", bias.tensor)
+        block, size = [], 0
+        for piece in self._pieces():
+            block.append(piece)
+            size += len(piece)
+            if size >= _BLOCK_BYTES:
+                digest.update(b"".join(block))
+                block, size = [], 0
+        digest.update(b"".join(block))
         return digest.hexdigest()
+
+    def _pieces(self) -> Iterator[bytes | memoryview]:
+        for module in self.modules:
+            yield f"{module.layer} {module.name} ".encode()
+            yield struct.pack("<d", module.scaling.scale)
+            for part, tensor in module.tensors.items():
+                yield from _pieces_of(f"{part} ", tensor)
+        for bias in self.biases:
+            yield from _pieces_of(f"{bias.layer} {bias.name} bias ", bias.tensor)
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -274,9 +285,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
 
 
-def _add_tensor(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
-    digest.update(f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+def _pieces_of(name: str, tensor: Tensor) -> Iterator[bytes | memoryview]:
+    yield f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode()
+    yield tensor.contiguous().view(torch.uint8).numpy().ravel().data
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -266,6 +266,16 @@ def test_digest_does_not_depend_on_the_serving_dtype(tmp_path: Path, model: Path
     assert read(folder, model, dtype=torch.bfloat16).digest == read(folder, model).digest
 
 
+@pytest.mark.parametrize("num_bytes", [1, 5000])
+def test_digest_does_not_depend_on_what_is_hashed_at_a_time(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    folder = make_adapter(tmp_path, model)
+    digest = read(folder, model).digest
+    monkeypatch.setattr("lorakeet.lora.peft_tensors._BLOCK_BYTES", num_bytes)
+    assert read(folder, model).digest == digest
+
+
 def test_all_weights_lie_in_one_block(tmp_path: Path, model: Path) -> None:
     adapter = read(make_adapter(tmp_path, model), model)
     tensors = [t for group in adapter.groups.values() for t in (group.a, group.b)]
