@@ -1,11 +1,14 @@
 """The modules of a PEFT file → an `Adapter` in canonical form, checked against the model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec, GroupWeights
+from lorakeet.lora.host_memory import zeros
 from lorakeet.lora.peft_tensors import BaseTensor, LoRAModule, PeftTensors, all_finite
 from lorakeet.lora.vectors import Vectors
 
@@ -76,12 +79,12 @@ def pack(
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
         weights = GroupWeights(ranks=plan.ranks, **tensors)
-        places = {layer: place for place, layer in enumerate(weights.layers)}
-        for module in plan.modules:
-            factor, place = vectors.factors.get(module.place), places[module.layer]
-            _write(module, factor, plan.spec, weights.a[place], weights.b[place])
+        for run in plan.runs:
+            _write(run, vectors, plan.spec, *run.places_in(weights, plan.spec))
         _write_vectors(vectors, plan, weights)
         groups[plan.spec.name] = weights
+    if plans and not all_finite(block):
+        raise AdapterError(_too_large(plans, groups))
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
     return Adapter(
         digest=digest(),
@@ -115,43 +118,89 @@ class _Plan:
         if any(name in self.names for _, name in vectors.factors):
             self.shapes["magnitude"] = vector
 
+    @property
+    def runs(self) -> Iterator["_Run"]:
+        layers = [layer for layer, rank in enumerate(self.ranks) if rank]
+        places = {layer: place for place, layer in enumerate(layers)}
+        by_name = enumerate(sorted(self.modules, key=lambda module: module.name))
+
+        def kind(numbered: tuple[int, LoRAModule]) -> tuple[object, ...]:
+            number, module = numbered
+            distance = places[module.layer] - number  # the same from one layer to the next
+            return module.name, module.scaling, module.a.dtype, module.b.dtype, distance
+
+        for _, found in groupby(by_name, kind):
+            modules = [module for _, module in found]
+            yield _Run(modules, places[modules[0].layer])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Modules of one name, scale and dtypes in layers that lie side by side."""
+
+    modules: Sequence[LoRAModule]
+    place: int  # of the first layer
+
+    def places_in(self, weights: GroupWeights, spec: GroupSpec) -> tuple[Tensor, Tensor]:
+        """Where they go: A (modules, slices, rank, in), B (modules, rank, out)."""
+        layers = slice(self.place, self.place + len(self.modules))
+        slices, columns = _place(spec, self.modules[0].name)
+        rank = self.modules[0].scaling.rank
+        return weights.a[layers, slices, :rank], weights.b[layers, :rank, columns]
+
 
 def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """One block of zeros, and a view of each shape into it."""
     unit = _ALIGNMENT // dtype.itemsize
     sizes = [torch.Size(shape).numel() for shape in shapes]
     padded = [-(-size // unit) * unit for size in sizes]
-    block = torch.zeros(sum(padded), dtype=dtype)
+    block = zeros(sum(padded) * dtype.itemsize).view(dtype)
     parts = torch.split(block, padded)
     return block, [
         part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)
     ]
 
 
-def _write(
-    module: LoRAModule, factor: Tensor | None, spec: GroupSpec, a: Tensor, b: Tensor
-) -> None:
-    """Copy one module into its layer: a (slices, rank, in), b (rank, output_size).
+def _write(run: _Run, vectors: Vectors, spec: GroupSpec, a: Tensor, b: Tensor) -> None:
+    """Copy the modules to their places. A fused module has one A for all its slices.
 
-    A fused module has one A for all its slices.
+    A few operations on many layers: after each, a busy engine may keep this thread waiting.
     """
-    rank = module.scaling.rank
-    slices, columns = _place(spec, module.name)
-    a[slices, :rank] = module.a if spec.input_cut is None else module.a[:, spec.input_cut.places]
-    b[:rank, columns] = _scaled(module, factor, spec, b.dtype).T
-    for side, written in (("A", a[slices, :rank]), ("B", b[:rank, columns])):
-        if not all_finite(written):
-            raise AdapterError(f"{module.path}: {side}, scaled, is too large for {a.dtype}")
+    modules, first = run.modules, run.modules[0]
+    for each in a.unbind(1):
+        _stack([_own_inputs(spec, module.a) for module in modules], each)
+    if first.b.dtype == b.dtype and not vectors.factors:
+        _stack([_own_outputs(spec, module.name, module.b).T for module in modules], b)
+        b *= first.scaling.scale  # torch works in float32, and rounds once
+    else:
+        for module, own in zip(modules, b, strict=True):
+            own.copy_(_scaled(module, vectors.factors.get(module.place), spec).T)
 
 
-def _scaled(
-    module: LoRAModule, factor: Tensor | None, spec: GroupSpec, dtype: torch.dtype
-) -> Tensor:
-    """B (out, rank), scaled in float32; in `dtype` where that is the file's."""
-    b = _own_outputs(spec, module.name, module.b)
-    if factor is None and b.dtype == dtype:
-        return b * module.scaling.scale  # torch works in float32, and rounds once
-    scaled = b.float() * module.scaling.scale
+def _too_large(plans: Sequence[_Plan], groups: Mapping[str, GroupWeights]) -> str:
+    """Names a module with a value that is not finite any more."""
+    for plan in plans:
+        for run in plan.runs:
+            a, b = run.places_in(groups[plan.spec.name], plan.spec)
+            for module, *written in zip(run.modules, a, b, strict=True):
+                for side, values in zip("AB", written, strict=True):
+                    if not all_finite(values):
+                        return f"{module.path}: {side}, scaled, is too large for {values.dtype}"
+    raise AssertionError
+
+
+def _stack(parts: list[Tensor], out: Tensor) -> None:
+    """As torch.stack, which does not take every pair of dtypes."""
+    if parts[0].dtype == out.dtype:
+        torch.stack(parts, out=out)
+    else:
+        for part, own in zip(parts, out, strict=True):
+            own.copy_(part)
+
+
+def _scaled(module: LoRAModule, factor: Tensor | None, spec: GroupSpec) -> Tensor:
+    """B (out, rank) in float32, with its scale."""
+    scaled = _own_outputs(spec, module.name, module.b).float() * module.scaling.scale
     if factor is not None:
         scaled *= _own_outputs(spec, module.name, factor)[:, None]
     return scaled
@@ -179,6 +228,11 @@ def _place(spec: GroupSpec, name: str) -> tuple[slice, slice]:
     index = spec.slice_names.index(name)
     start = sum(spec.slice_sizes[:index])
     return slice(index, index + 1), slice(start, start + spec.slice_sizes[index])
+
+
+def _own_inputs(spec: GroupSpec, a: Tensor) -> Tensor:
+    """The rank's part of A (rank, inputs of the module)."""
+    return a if spec.input_cut is None else a[:, spec.input_cut.places]
 
 
 def _own_outputs(spec: GroupSpec, name: str, values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from lorakeet.lora.adapter import GroupSpec
 from lorakeet.lora.canonical import check_fit, check_rank
 from lorakeet.lora.peft_config import Scaling
 from lorakeet.lora.peft_files import check_not_empty, max_weights_bytes, read_files
-from lorakeet.lora.peft_tensors import LoRAModule, parse_tensors
+from lorakeet.lora.peft_tensors import LoRAModule, check_finite, parse_tensors
 from lorakeet.lora.peft_vocabulary import fit_modules, split_vocabulary
 
 
@@ -66,9 +66,10 @@ def describe(folder: Path, specs: Sequence[GroupSpec], *, max_rank: int) -> Desc
     Raises AdapterNotFoundError and AdapterError.
     """
     config, tensors = read_files(folder, max_weights_bytes(specs, max_rank))
-    own, tensors = split_vocabulary(config, tensors)
-    found = parse_tensors(config, tensors)
+    own, others = split_vocabulary(config, tensors)
+    found = parse_tensors(config, others)
     check_not_empty(found, own)
+    check_finite(tensors)
     check_rank(found, max_rank)
     found = replace(found, modules=fit_modules(found.modules, own, specs))
     check_fit(found, specs)

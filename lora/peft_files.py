@@ -25,7 +25,7 @@ from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, G
 from lorakeet.lora.base_weights import check_copies
 from lorakeet.lora.canonical import check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
-from lorakeet.lora.peft_tensors import PeftTensors, parse_tensors, plain_names
+from lorakeet.lora.peft_tensors import PeftTensors, check_finite, parse_tensors, plain_names
 from lorakeet.lora.peft_vocabulary import (
     VocabularyTensors,
     fit_modules,
@@ -69,12 +69,13 @@ def read_adapter(
     config, tensors = read_files(folder, max_weights_bytes(whole, max_rank))
     read = time.monotonic()
     on_stage("read", read - start)
-    own, tensors = split_vocabulary(config, tensors)
-    found = parse_tensors(config, tensors)
+    own, others = split_vocabulary(config, tensors)
+    found = parse_tensors(config, others)
     check_not_empty(found, own)
     check_rank(found, max_rank)
     with ThreadPoolExecutor(1) as beside:
         digest = beside.submit(found.digest)
+        check_finite(tensors)
         vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
         found = replace(found, modules=fit_modules(found.modules, own, whole))
         check_fit(found, whole)
@@ -194,7 +195,7 @@ def _from_pickle(data: bytes) -> dict[str, Tensor]:
         isinstance(key, str) and isinstance(value, Tensor) for key, value in loaded.items()
     ):
         raise AdapterError(f"{PICKLE_NAME} must hold a dict of named tensors")
-    return loaded
+    return {key: value.detach() for key, value in loaded.items()}
 
 
 def _reason(error: Exception) -> str:

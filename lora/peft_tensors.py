@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,9 @@ _UNKNOWN = {
     ".experts.": "experts of an MoE model are not supported: ",
     ".lora_a.": "torchtune's own names, not those of its PEFT export: ",
 }
+
+_BLOCK_BYTES = 2**20  # hashed at a time: after each, a busy engine may keep the thread waiting
+_ORDERED = (torch.bfloat16, torch.float16, torch.float32)  # others are compared as float32
 
 Place = tuple[int, str]  # layer and name of a module
 
@@ -100,14 +103,24 @@ class PeftTensors:
     def digest(self) -> str:
         """sha256 over modules and biases: names, scales, and every byte of their tensors."""
         digest = hashlib.sha256()
-        for module in self.modules:
-            digest.update(f"{module.layer} {module.name} ".encode())
-            digest.update(struct.pack("<d", module.scaling.scale))
-            for part, tensor in module.tensors.items():
-                _add_tensor(digest, f"{part} ", tensor)
-        for bias in self.biases:
-            _add_tensor(digest, f"{bias.layer} {bias.name} bias ", bias.tensor)
+        block, size = [], 0
+        for piece in self._pieces():
+            block.append(piece)
+            size += len(piece)
+            if size >= _BLOCK_BYTES:
+                digest.update(b"".join(block))
+                block, size = [], 0
+        digest.update(b"".join(block))
         return digest.hexdigest()
+
+    def _pieces(self) -> Iterator[bytes | memoryview]:
+        for module in self.modules:
+            yield f"{module.layer} {module.name} ".encode()
+            yield struct.pack("<d", module.scaling.scale)
+            for part, tensor in module.tensors.items():
+                yield from _pieces_of(f"{part} ", tensor)
+        for bias in self.biases:
+            yield from _pieces_of(f"{bias.layer} {bias.name} bias ", bias.tensor)
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +137,7 @@ def parse_tensors(config: PeftConfig, tensors: Mapping[str, Tensor]) -> PeftTens
 
     Raises AdapterError for names that are not understood, A without B, names that mean the same
     module, magnitudes and biases that the config does not speak of, wrong dimensions and dtypes,
-    ranks that differ from the config's, values not finite.
+    ranks that differ from the config's. Values are another question: see `check_finite`.
     """
     parts, paths = _sort(tensors)
     adapted = [place for place in sorted(parts) if parts[place].keys() - set(_BASE.values())]
@@ -249,19 +262,37 @@ def check_tensor(key: str, tensor: Tensor, dimensions: int = 2) -> None:
         raise AdapterError(f"{shorten(key)} is not a plain tensor")
     if tensor.numel() == 0:
         raise AdapterError(f"{shorten(key)} is empty: its shape is {tuple(tensor.shape)}")
-    if not all_finite(tensor):
-        raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
 
 
-def _add_tensor(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
-    digest.update(f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+def check_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raise AdapterError that names one with NaN or infinite values. All are floating, none empty.
+
+    The usual file, of one buffer and one dtype, is looked at in one piece.
+    """
+    first = next(iter(tensors.values()))
+    buffer, dtype = first.untyped_storage(), first.dtype
+    if (
+        dtype in _ORDERED
+        and all(
+            tensor.dtype == dtype and tensor.untyped_storage().data_ptr() == buffer.data_ptr()
+            for tensor in tensors.values()
+        )
+        and all_finite(first.as_strided((buffer.nbytes() // dtype.itemsize,), (1,), 0))
+    ):
+        return
+    for key, tensor in tensors.items():
+        if not all_finite(tensor):
+            raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
+
+
+def _pieces_of(name: str, tensor: Tensor) -> Iterator[bytes | memoryview]:
+    yield f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode()
+    yield tensor.contiguous().view(torch.uint8).numpy().ravel().data
 
 
 def all_finite(tensor: Tensor) -> bool:
     """Of a tensor that is not empty. NaN is its own minimum; many times faster than isfinite."""
-    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
-    low, high = (tensor if is_half else tensor.float()).aminmax()
+    low, high = (tensor if tensor.dtype in _ORDERED else tensor.float()).aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 

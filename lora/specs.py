@@ -30,5 +30,12 @@ def group_specs(config: ModelConfig, group: ProcessGroup = ALONE) -> tuple[Group
 
 def _spec(name: str, num_layers: int, input_cut: Cut, slices: Mapping[str, Cut]) -> GroupSpec:
     cuts = tuple(slices.values())
-    sizes = tuple(cut.size for cut in cuts)
-    return GroupSpec(name, num_layers, input_cut.size, tuple(slices), sizes, input_cut, cuts)
+    return GroupSpec(
+        name,
+        num_layers,
+        input_cut.size,
+        tuple(slices),
+        slice_sizes=tuple(cut.size for cut in cuts),
+        input_cut=None if input_cut.is_whole else input_cut,
+        output_cuts=None if all(cut.is_whole for cut in cuts) else cuts,
+    )

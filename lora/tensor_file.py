@@ -6,12 +6,15 @@ adapters are read beside the engine's loop. Nor is the file mapped: see peft_fil
 """
 
 import math
+from functools import cache
 from io import BufferedReader
 from typing import Any
 
 import orjson
 import torch
 from torch import Tensor
+
+from lorakeet.lora.host_memory import zeros
 
 _MAX_HEADER_BYTES = 16 * 2**20  # those of large models take some hundred kilobytes
 _MAX_DIMENSIONS = 8
@@ -49,7 +52,7 @@ def read_tensors(file: BufferedReader, size: int) -> dict[str, Tensor]:
     if body_size < 0 or length > _MAX_HEADER_BYTES:
         raise TensorFileError("it ends within its header, or that is too large")
     header = file.read(length)
-    body = torch.empty(body_size, dtype=torch.uint8)
+    body = zeros(body_size)
     if len(header) < length or file.readinto(body.numpy().data) < body_size:
         raise EOFError
     try:
@@ -61,8 +64,12 @@ def read_tensors(file: BufferedReader, size: int) -> dict[str, Tensor]:
 
 
 def _cut(body: Tensor, fields: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Views of the body, all of which they must cover, each byte once."""
+    """Views of the body, all of which they must cover, each byte once.
+
+    One operation for each: after it, a busy engine may keep this thread waiting.
+    """
     tensors, position = {}, 0
+    body_as = cache(lambda dtype: body[: len(body) - len(body) % dtype.itemsize].view(dtype))
     for name, field in sorted(fields.items(), key=lambda named: named[1]["data_offsets"]):
         (begin, end), shape, dtype = field["data_offsets"], field["shape"], _DTYPES[field["dtype"]]
         if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
@@ -71,10 +78,13 @@ def _cut(body: Tensor, fields: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
             raise ValueError
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError
-        part, position = body[begin:end], end
+        position = end
         if begin % dtype.itemsize:
-            part = part.clone()  # where it is aligned
-        tensors[name] = part.view(dtype).view(shape)
+            tensors[name] = body[begin:end].clone().view(dtype).view(shape)  # where it is aligned
+        else:
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            start = begin // dtype.itemsize
+            tensors[name] = body_as(dtype).as_strided(shape, strides, start)
     if position != len(body):
         raise ValueError
     return tensors

@@ -35,6 +35,10 @@ class Cut:
         return Cut(size, 0, size)
 
     @property
+    def is_whole(self) -> bool:
+        return self.size == self.whole
+
+    @property
     def places(self) -> slice:
         """In the whole, without padding."""
         return slice(min(self.start, self.whole), min(self.start + self.size, self.whole))

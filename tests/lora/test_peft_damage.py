@@ -203,6 +203,16 @@ def test_good_pickle_is_read(folder: Path, model: Path) -> None:
     assert_equals_peft(folder, model)
 
 
+def test_a_pickle_of_parameters_is_read(folder: Path, model: Path) -> None:
+    adapter = read(folder, model)
+    parameters = {key: torch.nn.Parameter(value) for key, value in tensors_of(folder).items()}
+    (folder / SAFETENSORS).unlink()
+    torch.save(parameters, folder / PICKLE)
+    found = read(folder, model)
+    assert found.digest == adapter.digest
+    assert not any(group.b.requires_grad for group in found.groups.values())
+
+
 def test_safetensors_wins_over_the_pickle(folder: Path, model: Path) -> None:
     expected = deltas(read(folder, model), model)
     others = {key: tensor + 1 for key, tensor in tensors_of(folder).items()}

@@ -16,7 +16,7 @@ from support.adapters import (
     make_adapter,
     tensors_of,
 )
-from support.deltas import assert_equals_peft, deltas, peft_deltas, read, renamed
+from support.deltas import Tensors, assert_equals_peft, deltas, peft_deltas, read, renamed
 from support.models import tiny_model
 
 
@@ -135,6 +135,24 @@ def test_layers_that_are_left_alone_have_rank_zero(tmp_path: Path, model: Path) 
     assert adapter.groups["qkv_proj"].ranks == (0, 8, 0)
 
 
+def test_layers_may_be_of_different_dtypes_scales_and_gaps(
+    tmp_path: Path, deep_model: Path
+) -> None:
+    """What is laid out in one piece ends where the next layer is of another kind."""
+    folder = make_adapter(tmp_path, deep_model, target_modules=["q_proj", "v_proj", "down_proj"])
+    edit_config(folder, alpha_pattern={"layers.4.self_attn.q_proj": 3, "layers.9.mlp.down_proj": 5})
+
+    def change(tensors: Tensors) -> Tensors:
+        kept = {key: t for key, t in tensors.items() if "layers.6.self_attn.q_proj" not in key}
+        return {key: t.bfloat16() if "layers.2." in key else t for key, t in kept.items()}
+
+    edit_tensors(folder, change)
+    ours, theirs = deltas(read(folder, deep_model), deep_model), peft_deltas(folder, deep_model)
+    assert not ours["model.layers.6.self_attn.q_proj"].any()
+    for path in theirs.keys() - {"model.layers.6.self_attn.q_proj"}:  # PEFT makes one up
+        torch.testing.assert_close(ours[path], theirs[path], atol=1e-5, rtol=1e-5)
+
+
 # --- names ---
 
 
@@ -246,6 +264,16 @@ def test_digest_is_of_config_and_tensors(tmp_path: Path, model: Path) -> None:
 def test_digest_does_not_depend_on_the_serving_dtype(tmp_path: Path, model: Path) -> None:
     folder = make_adapter(tmp_path, model)
     assert read(folder, model, dtype=torch.bfloat16).digest == read(folder, model).digest
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5000])
+def test_digest_does_not_depend_on_what_is_hashed_at_a_time(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    folder = make_adapter(tmp_path, model)
+    digest = read(folder, model).digest
+    monkeypatch.setattr("lorakeet.lora.peft_tensors._BLOCK_BYTES", num_bytes)
+    assert read(folder, model).digest == digest
 
 
 def test_all_weights_lie_in_one_block(tmp_path: Path, model: Path) -> None:

@@ -130,6 +130,21 @@ def test_wrong_tensors_are_named(
         read(folder, model)
 
 
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_values_are_looked_at_whatever_the_dtypes(
+    tmp_path: Path, model: Path, other: torch.dtype
+) -> None:
+    """A file of one dtype, or of two: one of its values is not finite."""
+    folder = make_adapter(tmp_path, model)
+    bad = {B_KEY: tensors_of(folder)[B_KEY].index_fill(0, torch.tensor([9]), torch.nan).to(other)}
+    edit_tensors(folder, lambda tensors: tensors | bad)
+    with pytest.raises(AdapterError, match=r"layers\.1\.self_attn\.q_proj.*lora_B.*NaN"):
+        read(folder, model)
+    edit_tensors(folder, lambda tensors: {key: value.to(other) for key, value in tensors.items()})
+    with pytest.raises(AdapterError, match=r"layers\.1\.self_attn\.q_proj.*lora_B.*NaN"):
+        read(folder, model)
+
+
 @pytest.mark.parametrize("key", [A_KEY, B_KEY])
 def test_half_a_module(tmp_path: Path, model: Path, key: str) -> None:
     folder = edit_tensors(
@@ -150,6 +165,15 @@ def test_a_scaled_value_too_large_for_the_dtype(tmp_path: Path, model: Path) -> 
     folder = make_adapter(tmp_path, model, target_modules=["o_proj"], lora_alpha=1e7)
     read(folder, model)
     with pytest.raises(AdapterError, match=r"o_proj: B, scaled, is too large for torch\.float16"):
+        read(folder, model, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("key", [A_KEY, B_KEY])
+def test_the_module_of_a_value_too_large_is_named(tmp_path: Path, model: Path, key: str) -> None:
+    folder = make_adapter(tmp_path, model)
+    edit_tensors(folder, lambda tensors: tensors | {key: tensors[key] * 1e8})
+    side = "A" if key == A_KEY else "B"
+    with pytest.raises(AdapterError, match=rf"layers\.1\.self_attn\.q_proj: {side}, scaled, is"):
         read(folder, model, dtype=torch.float16)
 
 
