@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,8 @@ class RowWriter:
         self._b = b
         self._staging = staging
         self._copies = copies
+        # rows that are zeros, by group: most adapters leave the same groups alone
+        self._is_zero = {name: np.zeros(values.shape[1], np.bool_) for name, values in b.items()}
         self._thread = side_thread(copies.device, "adapter-copies")
 
     def start(
@@ -81,8 +84,12 @@ class RowWriter:
             fill_vocabulary()
             own = _split_rows(self._stage_ids(rows), adapter)
             self._copies.wait(readers)
-            for name in self._a:
-                self._write_group(name, own, groups.get(name))
+            for name, is_zero in self._is_zero.items():
+                weights = groups.get(name)
+                if weights is not None or not is_zero[rows].all():
+                    is_zero[rows] = False  # also if this fails half-way
+                    self._write_group(name, own, weights)
+                    is_zero[rows] = weights is None
             return self._copies.record()
 
     def _stage(self, weights: GroupWeights) -> GroupWeights:

@@ -28,6 +28,9 @@ from lorakeet.server.engine.run import run_engine
 
 LINGER = 2000  # milliseconds in which the last events can still leave
 _THREADS_BESIDE_GPU = 4
+# Python lets a thread go on for 5 ms: so long those that read and copy adapters would wait for the
+# loop after each of their calls into torch.
+_SWITCH_SECONDS = 0.001
 
 
 class SocketInbox:
@@ -109,10 +112,11 @@ def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
 
 
 def limit_threads(settings: Settings) -> None:
-    """Share the cores that this process may use with the other ranks.
+    """Share the cores that this process may use with the other ranks, and Python among threads.
 
-    Beside a GPU a few are enough: what is left for them is to copy weights.
+    Beside a GPU a few cores are enough: what is left for them is to copy weights.
     """
+    sys.setswitchinterval(_SWITCH_SECONDS)
     if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:
         share = max(1, len(os.sched_getaffinity(0)) // settings.tensor_parallel_size)
         torch.set_num_threads(min(share, _THREADS_BESIDE_GPU) if uses_cuda(settings) else share)

@@ -1,6 +1,7 @@
 """Writing adapters to the pool, clearing slots, and what must never be read again."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from random import Random
 
@@ -431,6 +432,7 @@ def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
     other = pool.write(Slot(3), [6, 8], random_adapter(same_rank(2)))
     while not other.done():
         assert not torch.cuda.current_stream().query(), "it waited for the pass"
+        time.sleep(0.001)  # the copy's thread needs the interpreter too
     own = pool.write(Slot(1), [2, 0], random_adapter(same_rank(2)))
     own.launched.result()  # from here on it is the device's
     assert not torch.cuda.current_stream().query()
@@ -476,8 +478,8 @@ def test_copies_in_a_row_take_the_memory_of_one() -> None:
         pool.write(Slot(1 + number), range(64 * number, 64 * number + 64), adapter)
         for number, adapter in enumerate(adapters)
     ]
-    writes[-1].launched.result()
     assert not writes[0].done()
+    writes[-1].launched.result()
     torch.cuda.synchronize()
     assert all(write.done() for write in writes)
     assert size < torch.cuda.max_memory_allocated() - before < 1.5 * size
