@@ -22,15 +22,19 @@ from shapes import LLAMA_8B, TINY, projections, write_copies, write_model
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 STREAMS = 8
+PIECE = 2**20  # bytes
 
 
 def body_of(http: httpx.Client, folder: Path) -> httpx.Request:
-    """The upload of a version, all of it in memory."""
+    """The upload of a version, all of it in memory, in pieces: sent in one, the client would copy
+    what is left of it again and again."""
     parts = [("files", (name, (folder / name).read_bytes())) for name in FILES]
     fields = {"name": "a", "load_inplace": "true"}
     form = http.build_request("POST", "/v1/adapters", data=fields, files=parts)
-    headers = {"content-type": form.headers["content-type"]}
-    return http.build_request("POST", "/v1/adapters", content=form.read(), headers=headers)
+    body = form.read()
+    pieces = [body[start : start + PIECE] for start in range(0, len(body), PIECE)]
+    headers = {name: form.headers[name] for name in ("content-type", "content-length")}
+    return http.build_request("POST", "/v1/adapters", content=iter(pieces), headers=headers)
 
 
 def upload(http: httpx.Client, folder: Path) -> float:

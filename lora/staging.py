@@ -5,8 +5,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-_BUFFER_BYTES = 2**24  # larger pieces: the thread that copies them has to wait less for its turn
-_NUM_BUFFERS = 16
+_BUFFER_BYTES = 2**23  # larger pieces: the thread that copies them has to wait less for its turn
+_NUM_BUFFERS = 32
 
 
 class Staging:

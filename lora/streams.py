@@ -9,7 +9,7 @@ import torch
 
 _T = TypeVar("_T")
 
-_NUM_THREADS = 2  # of torch, in the side thread: one alone copies memory slower
+_NUM_THREADS = 4  # of torch, in the side thread: fewer copy memory slower
 
 
 class SideStream:
