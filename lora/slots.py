@@ -92,6 +92,7 @@ class SlotManager:
         self._pinned: set[AdapterId] = set()
         self._residents: dict[AdapterId, _Resident] = {}
         self._evictable: OrderedDict[AdapterId, None] = OrderedDict()  # least recently used first
+        self._evictable_room = Room()  # theirs together: asked for at every turn
 
     @property
     def num_used_rows(self) -> int:
@@ -104,7 +105,7 @@ class SlotManager:
     @property
     def available(self) -> Room:
         """What `assign` could give, by evicting all that can be."""
-        return sum((self._needs[adapter_id] for adapter_id in self._evictable), self._free_room)
+        return self._free_room + self._evictable_room
 
     @property
     def num_to_clear(self) -> int:
@@ -142,7 +143,7 @@ class SlotManager:
         if pinned:
             self._check_pin(self._needs[adapter_id])
             self._pinned.add(adapter_id)
-            self._evictable.pop(adapter_id, None)
+            self._not_evictable(adapter_id)
         else:
             self._pinned.discard(adapter_id)
             if adapter_id in self._residents:
@@ -222,7 +223,7 @@ class SlotManager:
     def acquire(self, adapter_id: AdapterId) -> None:
         """One more use: the slot is not evicted until every use is released."""
         self._residents[adapter_id].uses += 1
-        self._evictable.pop(adapter_id, None)
+        self._not_evictable(adapter_id)
 
     def release(self, adapter_id: AdapterId) -> None:
         resident = self._residents[adapter_id]
@@ -258,6 +259,8 @@ class SlotManager:
             assert not (idle and resident.is_transient)
             assert (adapter_id in self._evictable) == (idle and adapter_id not in self._pinned)
         assert self._evictable.keys() <= self._residents.keys() <= self._needs.keys()
+        evictable = (self._needs[adapter_id] for adapter_id in self._evictable)
+        assert self._evictable_room == sum(evictable, Room())
         assert self._pinned <= self._needs.keys()
         held = sum(self._needs[adapter_id].vocabulary_bytes for adapter_id in self._residents)
         assert held + self._free_vocabulary_bytes == self._vocabulary_bytes
@@ -285,12 +288,18 @@ class SlotManager:
         if resident.is_transient:
             self._free(adapter_id)
         elif adapter_id not in self._pinned:
+            self._not_evictable(adapter_id)
             self._evictable[adapter_id] = None
-            self._evictable.move_to_end(adapter_id)
+            self._evictable_room += self._needs[adapter_id]
+
+    def _not_evictable(self, adapter_id: AdapterId) -> None:
+        if adapter_id in self._evictable:
+            del self._evictable[adapter_id]
+            self._evictable_room -= self._needs[adapter_id]
 
     def _free(self, adapter_id: AdapterId) -> None:
         assignment = self._residents.pop(adapter_id).assignment
-        self._evictable.pop(adapter_id, None)
+        self._not_evictable(adapter_id)
         self._free_slots.append(assignment.slot)
         self._free_rows.extend(reversed(assignment.rows))
         if num_bytes := self._needs[adapter_id].vocabulary_bytes:

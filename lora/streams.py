@@ -9,8 +9,6 @@ import torch
 
 _T = TypeVar("_T")
 
-_NUM_THREADS = 4  # of torch, in the side thread: fewer copy memory slower
-
 
 class SideStream:
     """A stream beside the device's current one. On the CPU, all is done in the order of calls."""
@@ -59,12 +57,13 @@ def side_thread(device: torch.device, name: str) -> Executor:
     """
     if device.type != "cuda":
         return _AtOnce()
-    num_threads = min(_NUM_THREADS, torch.get_num_threads())
-    return ThreadPoolExecutor(1, name, initializer=_set_up, initargs=(device, num_threads))
+    return ThreadPoolExecutor(
+        1, name, initializer=_set_up, initargs=(device, torch.get_num_threads())
+    )
 
 
 def _set_up(device: torch.device, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)  # else it has as many as the last thread that set them
     if device.index is not None:  # else a thread's is the first GPU, which would get a context
         torch.cuda.set_device(device)
 

@@ -21,6 +21,8 @@ from lorakeet.server.engine.adapter_entry import AdapterEntry
 from lorakeet.server.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, ActiveAdapters
 from lorakeet.server.engine.step import SlotLoad, SlotPart
 
+_FETCHED_AHEAD = 8  # adapters: copies are made in turn, and who gets a place needs the next one
+
 
 class AdapterPlaces:
     """The places, and the queue for a place.
@@ -242,7 +244,7 @@ class AdapterPlaces:
         """Loads for those that get a place next. What they need is not taken for one another."""
         loads: list[SlotLoad] = []
         held: list[AdapterId] = []
-        for entry in islice(self._in_turn(now), self._max_loras):
+        for entry in islice(self._in_turn(now), _FETCHED_AHEAD):
             if self._on_disk(entry):
                 continue
             needed = self._hold(entry.components)

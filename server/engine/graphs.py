@@ -23,7 +23,7 @@ from lorakeet.lora.pool import AdapterPool
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
-from lorakeet.server.engine.scheduler_config import ReplayedSteps
+from lorakeet.server.engine.scheduler_config import ReplayLimits
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
@@ -151,8 +151,8 @@ class PassGraphs:
         return free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
 
     @property
-    def steps(self) -> ReplayedSteps:
-        return ReplayedSteps(self.sizes[-1], _MOST_REREAD)
+    def limits(self) -> ReplayLimits:
+        return ReplayLimits(self.sizes[-1], _MOST_REREAD)
 
     def take(self, arrays: StepArrays, slots: NDArray[np.int32]) -> bool:
         """Whether there is a graph for this step, and it is worth while."""

@@ -347,8 +347,9 @@ class Runner:
         slots = (np.arange(len(arrays.token_ids)) % settings.max_loras + 1).astype(np.int32)
         num_rows = len(arrays.context_lens)
         own_slots = [Slot(slot) for slot in range(1, settings.max_loras + 1)]
+        vocabulary = memory.worst_vocabulary(self.model)
         for slot in own_slots:
-            self.pool.vocabularies.write(slot, memory.worst_vocabulary(self.model))
+            self.pool.vocabularies.write(slot, vocabulary)
         lora = full_lora_batch(slots, self.pool, body_groups(self.pool))
         hidden = self._run_model(arrays, lora, self.pool.vocabularies.for_embedding(slots))
         logits = self._logits(hidden[:num_rows], slots[:num_rows])

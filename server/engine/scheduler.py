@@ -163,7 +163,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         now = self._clock()
-        plan = self._new_plan()
+        plan = StepPlan.of(self.config)
         displaced = self.places.rotate(now)
         for sequence in list(self._running.values()):
             if sequence.adapter_id in displaced:
@@ -244,12 +244,6 @@ class Scheduler:
 
     # --- parts of schedule ---
 
-    def _new_plan(self) -> StepPlan:
-        """Short prompts fill steps that can be replayed; a long one takes all that may be."""
-        most, replayed = self.config.max_num_batched_tokens, self.config.replayed
-        budget = most if replayed is None else min(most, replayed.num_tokens)
-        return StepPlan(budget, most - budget)
-
     def _schedule_running(self, plan: StepPlan) -> None:
         """One token for each sequence that decodes, then chunks of running prefills."""
         decodes: list[Sequence] = []
@@ -329,10 +323,9 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """As much of the sequence as the budget allows, if there is room for it."""
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-        replayed = self.config.replayed
-        if replayed is not None and not replayed.hold(num_uncomputed, start + num_uncomputed):
-            plan.use_spare()
-        num_tokens = min(num_uncomputed, plan.budget)
+        if self.adapters.entries[sequence.adapter_id].has_vocabulary:
+            plan.use_spare()  # passes with rows of an adapter's own embedding are never replayed
+        num_tokens = plan.tokens_for(start, num_uncomputed)
         num_blocks = self.blocks.blocks_for(start + num_tokens) - len(sequence.block_ids)
         new_blocks: tuple[BlockId, ...] = ()
         if num_blocks > 0:

@@ -4,16 +4,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ReplayedSteps:
-    """Those that the runner has a CUDA graph for. Others take the host longer than the device, but
-    for long prompts."""
+class ReplayLimits:
+    """Of steps that the runner has a CUDA graph for. Others take the host longer than the device,
+    but for long prompts."""
 
-    num_tokens: int  # in a step
-    num_reread: int  # in a step: over its chunks, tokens · context at the chunk's end
-
-    def hold(self, num_tokens: int, context: int) -> bool:
-        """A prompt of which so many tokens are left, up to this context, fits such a step."""
-        return num_tokens <= self.num_tokens and num_tokens * context <= self.num_reread
+    num_tokens: int
+    num_reread: int  # over the chunks of several tokens: tokens · context at the chunk's end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +29,7 @@ class SchedulerConfig:
     max_blend: int = 0  # adapters in one request's blend
     max_blend_rows: int = 0  # rank rows that they may have together
     enable_prefix_caching: bool = True
-    replayed: ReplayedSteps | None = None  # None: all steps are launched in the same way
+    replayed: ReplayLimits | None = None  # None: all steps are launched in the same way
     adapter_wait_limit: float = 1.0  # seconds until a waiting adapter displaces another
     adapter_quantum: float = 1.0  # seconds that an adapter may run before it is displaced
 

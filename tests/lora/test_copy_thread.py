@@ -4,7 +4,10 @@ import dataclasses
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, Slot, TokenRows, Vocabulary
 from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.row_writer import RowWriter
 from lorakeet.lora.staging import Staging
 from lorakeet.lora.streams import side_thread
 from support.copies import CopyThreads, copy_threads_alive
@@ -194,3 +198,70 @@ def test_jobs_of_a_side_thread_come_one_at_a_time_and_in_order(kind: str) -> Non
     assert (worker is threading.current_thread()) == (kind == "cpu")
     with pytest.raises(ZeroDivisionError):
         failed.result()
+
+
+def test_rows_are_zeros_where_their_last_tenant_has_nothing() -> None:
+    """Whoever had them before, and however often that was zeros already."""
+    pool = poisoned_pool(4, 9)
+    small, full = qkv_alone(FIRST), SECOND
+    with counted_groups(pool) as written:
+        pool.write(Slot(1), [0, 1, 2], small)
+        pool.write(Slot(2), [3, 4, 5], small)
+        assert is_zero(pool, range(6))
+        assert written == [spec.name for spec in SPECS] * 2
+        written.clear()
+        pool.write(Slot(1), [2, 3, 0], small)  # zeros already
+        assert written == ["qkv_proj"]
+        pool.write(Slot(3), [3, 4, 8], full)
+        pool.write(Slot(3), [2, 4, 3], small)  # one row of zeros, two of weights
+    assert is_zero(pool, range(6))
+    assert not is_zero(pool, range(8, 9))
+
+
+def test_rows_are_zeros_after_a_copy_that_failed_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, small = poisoned_pool(3, 3), qkv_alone(FIRST)
+    pool.write(Slot(1), range(3), small)
+    write_group = RowWriter._write_group
+
+    def fail_after(self: RowWriter, name: str, *args: Any) -> None:
+        write_group(self, name, *args)
+        if name == "gate_up_proj":
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowWriter, "_write_group", fail_after)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.write(Slot(1), range(3), SECOND).wait()
+    assert not is_zero(pool, range(3))
+    pool.write(Slot(1), range(3), small).wait()
+    assert is_zero(pool, range(3))
+
+
+def qkv_alone(adapter: Adapter) -> Adapter:
+    return dataclasses.replace(adapter, groups={"qkv_proj": adapter.groups["qkv_proj"]})
+
+
+def is_zero(pool: AdapterPool, rows: range) -> bool:
+    """In all groups but qkv_proj."""
+    layers = [
+        pool.layer(spec.name, layer)
+        for spec in SPECS
+        for layer in range(spec.num_layers)
+        if spec.name != "qkv_proj"
+    ]
+    return not any(bool(one.a[:, rows].any() or one.b[rows].any()) for one in layers)
+
+
+@contextmanager
+def counted_groups(pool: AdapterPool) -> Iterator[list[str]]:
+    """The groups that are written meanwhile."""
+    written: list[str] = []
+    write_group = RowWriter._write_group
+
+    def note(self: RowWriter, name: str, *args: Any) -> None:
+        written.append(name)
+        write_group(self, name, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowWriter, "_write_group", note)
+        yield written

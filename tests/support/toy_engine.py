@@ -339,11 +339,14 @@ class ToyEngine:
         rank: int = 1,
         pinned: bool = False,
         invocation: tuple[int, ...] = (),
+        vocabulary_bytes: int = 0,
     ) -> AdapterId:
         adapter_id = AdapterId(self._next_adapter_id)
         self._next_adapter_id += 1
         adapter = ToyAdapter(value, rank, invocation)
-        self.scheduler.add_adapter(adapter_id, adapter.digest, rank, pinned, invocation)
+        self.scheduler.add_adapter(
+            adapter_id, adapter.digest, rank, pinned, invocation, vocabulary_bytes
+        )
         self.runner.host[adapter_id] = adapter
         return adapter_id
 

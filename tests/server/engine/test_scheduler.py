@@ -16,7 +16,7 @@ from lorakeet.lora.slots import PoolError, Room
 from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
-from lorakeet.server.engine.scheduler_config import ReplayedSteps, SchedulerConfig
+from lorakeet.server.engine.scheduler_config import ReplayLimits, SchedulerConfig
 from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step
 from support.toy_engine import EOS, VOCAB, ToyEngine, solo
 
@@ -596,7 +596,7 @@ def test_scores_survive_a_preemption() -> None:
 
 # --- steps that are replayed ---
 
-REPLAYED = replace(CONFIG, replayed=ReplayedSteps(num_tokens=6, num_reread=40))
+REPLAYED = replace(CONFIG, replayed=ReplayLimits(num_tokens=6, num_reread=40))
 
 
 def test_short_prompts_fill_steps_that_can_be_replayed() -> None:
@@ -627,8 +627,59 @@ def test_a_long_prompt_takes_all_that_a_step_may_have() -> None:
     finish(engine)
 
 
+def test_prompts_that_reread_too_much_together_take_all_that_a_step_may_have() -> None:
+    """Each of them alone could be replayed."""
+    engine, _ = engine_with(config=REPLAYED)
+    prompts = [prompt_of(14, seed=1000 + number) for number in range(4)]
+    for number, prompt in enumerate(prompts):
+        engine.add(f"first{number}", prompt, sampling=SamplingParams(max_tokens=1))
+    finish(engine)
+    for number, prompt in enumerate(prompts):  # 12 of its tokens are in the prefix cache
+        engine.add(f"again{number}", prompt, sampling=SamplingParams(max_tokens=1))
+    assert tokens_of(engine.step()) == [2, 2, 2, 2]
+    finish(engine)
+
+
+def test_decodes_leave_prompts_a_share_of_what_is_replayed_or_it_is_not() -> None:
+    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=8, num_reread=1000))
+    for num_decodes, expected in ((6, 2), (7, 6)):
+        engine, _ = engine_with(config=config)
+        for number in range(num_decodes):
+            engine.add(f"r{number}", sound_prompt(0, 1), sampling=LONG)
+        engine.step()
+        engine.add("prompt", prompt_of(6, seed=2000), sampling=LONG)
+        assert tokens_of(engine.step()) == [1] * num_decodes + [expected]
+        finish(engine)
+
+
+def test_decodes_are_replayed_however_deep_they_are() -> None:
+    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=6, num_reread=30))
+    engine, _ = engine_with(config=config)
+    engine.add("deep", sound_prompt(0, 40), sampling=LONG)
+    while engine.step().sequences[0].num_tokens > 1:
+        pass
+    for number in range(3):
+        engine.add(f"r{number}", prompt_of(3, seed=1000 + number), sampling=LONG)
+    assert tokens_of(engine.step()) == [1, 3, 2]
+    finish(engine)
+
+
+def test_an_adapter_with_a_vocabulary_takes_all_that_a_step_may_have() -> None:
+    """Its passes are never replayed."""
+    config = replace(REPLAYED, vocabulary_bytes=10)
+    for vocabulary_bytes, expected in ((0, [4, 2]), (5, [4, 4])):
+        engine, _ = engine_with(config=config)
+        adapter_id = engine.add_adapter(3, vocabulary_bytes=vocabulary_bytes)
+        engine.add("load", [5], adapter_id, sampling=SamplingParams(max_tokens=1))
+        finish(engine)
+        for number in range(2):
+            engine.add(f"r{number}", prompt_of(4, seed=1000 + number), adapter_id, sampling=LONG)
+        assert tokens_of(engine.step()) == expected
+        finish(engine)
+
+
 def test_what_is_replayed_is_no_more_than_a_step_may_have() -> None:
-    config = replace(REPLAYED, replayed=ReplayedSteps(num_tokens=100, num_reread=1000))
+    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=100, num_reread=1000))
     engine, _ = engine_with(config=config)
     engine.add("r", sound_prompt(0, 20), sampling=LONG)
     assert tokens_of(engine.step()) == [16]
@@ -764,6 +815,7 @@ class Workload:
             max_blend=max_blend,
             max_blend_rows=min(num_rows, 2 * max_rank),
             enable_prefix_caching=generator.random() < 0.8,
+            replayed=generator.choice([None, ReplayLimits(4, 30), ReplayLimits(12, 200)]),
             adapter_wait_limit=generator.choice([0.0, 5.0, 30.0]),
             adapter_quantum=generator.choice([1.0, 5.0, 20.0]),
         )
