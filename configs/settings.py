@@ -95,7 +95,7 @@ class Settings(BaseModel):
     lora_memory: Size | None = Field(
         None,
         description="Pool of adapters on each GPU (default: max-loras adapters of the largest rank,"
-        " in at most a quarter of the free memory)",
+        " in at most a quarter of the free memory: what is left is the KV cache's)",
     )
     lora_vocabulary_memory: Size | None = Field(
         None,

@@ -103,13 +103,18 @@ class PeftTensors:
     def digest(self) -> str:
         """sha256 over modules and biases: names, scales, and every byte of their tensors."""
         digest = hashlib.sha256()
-        block, size = [], 0
+        block: list[bytes | memoryview] = []
+        size = 0
         for piece in self._pieces():
-            block.append(piece)
-            size += len(piece)
-            if size >= _BLOCK_BYTES:
+            is_large = len(piece) >= _BLOCK_BYTES  # it is not copied
+            if is_large or size + len(piece) >= _BLOCK_BYTES:
                 digest.update(b"".join(block))
                 block, size = [], 0
+            if is_large:
+                digest.update(piece)
+            else:
+                block.append(piece)
+                size += len(piece)
         digest.update(b"".join(block))
         return digest.hexdigest()
 

@@ -26,24 +26,22 @@ class Staging:
 
     def to_device(self, values: Tensor) -> Tensor:
         """A copy, as `fill` makes it; what is there already is returned as it is."""
-        copy = self.room_for(values, values.dtype)
+        copy = self.room_for(values)
         self.fill(copy, values)
         return copy
 
-    def room_for(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def room_for(self, values: Tensor) -> Tensor:
         """Where a copy of them can go: memory for the current stream; themselves, if they are
-        there already in this dtype. May be called by another thread than `fill`."""
-        if values.device.type == self._device.type and values.dtype == dtype:
+        there already. May be called by another thread than `fill`."""
+        if values.device.type == self._device.type:
             return values
-        return torch.empty(values.shape, dtype=dtype, device=self._device)
+        return torch.empty(values.shape, dtype=values.dtype, device=self._device)
 
     def fill(self, room: Tensor, values: Tensor) -> None:
         """Copy them to what `room_for` gave, on the current stream, as they are now. Takes as long
         as the host needs to copy them, and waits for earlier copies while all buffers are in
         use. One thread at a time may call it."""
-        if values.dtype != room.dtype:
-            room.copy_(self.to_device(values))
-        elif room is not values:
+        if room is not values:
             for piece, target in zip(_pieces(values), _pieces(room), strict=True):
                 self._copy_piece(target, piece)
 

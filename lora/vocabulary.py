@@ -76,7 +76,8 @@ class VocabularyStore:
         return sum(vocabulary.num_bytes for vocabulary in self._by_slot.values())
 
     def write(self, slot: Slot, vocabulary: Vocabulary | None) -> Callable[[], None]:
-        """Make room for an adapter's vocabulary, if it has one, in an empty slot.
+        """Make room for an adapter's vocabulary, if it has one, in an empty slot. Its rows are of
+        the pool's dtype.
 
         The room is memory for the current stream; what is returned copies the vocabulary there, and
         has to be called on the same stream. Raises RuntimeError when memory is short.
@@ -120,8 +121,8 @@ class VocabularyStore:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _room_for(self, part: TokenRows) -> TokenRows:
-        room_for = self._staging.room_for
-        return TokenRows(room_for(part.ids, part.ids.dtype), room_for(part.rows, self._dtype))
+        assert part.rows.dtype == self._dtype
+        return TokenRows(self._staging.room_for(part.ids), self._staging.room_for(part.rows))
 
     def _fill(self, own: Vocabulary, vocabulary: Vocabulary) -> None:
         for room, part in (

@@ -163,13 +163,16 @@ def test_static_rank_rows_have_room_for_the_longest_lists(num_tokens: int) -> No
 
 def test_static_rank_rows_have_room_for_what_the_pool_holds() -> None:
     """A pass never lists more of it, unless blends list the same rows twice."""
-    pool = cuda_like(filled_pool({slot: random_adapter(same_rank(9), slot) for slot in (1, 2)}))
+    pool = filled_pool({slot: random_adapter(same_rank(4), slot) for slot in (1, 2, 3)})
+    pool.write_blend(Slot(3), [(Slot(1), 4, 0.5), (Slot(2), 4, 0.5)])
+    assert pool.tables.most_listed(np.array([0, 1, 2, 3])) == 16
+    pool = cuda_like(pool)
     pool.num_rows = 300
     assert static_room(pool) == 300
     static = StaticRankRows(pool, num_tokens=300, num_adapters=300)
     views = static.batch(torch.from_numpy(static.pack(slots_of([1, 2] * 150))), torch.zeros(300))
     assert {len(rank_rows.rows) for rank_rows in views.rank_rows.values()} == {300}
-    assert pool.tables.most_listed(np.array([0, 1, 2])) == 18
+    assert pool.tables.most_listed(np.array([0, 1, 2])) == 8
     pool.num_rows = 2
     assert static_room(pool) == batches.MIN_ROOM
 

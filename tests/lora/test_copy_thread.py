@@ -80,7 +80,7 @@ def test_copies_are_made_in_the_order_of_calls(copy_threads: CopyThreads) -> Non
 
 
 def vocabulary_of(value: float) -> Vocabulary:
-    rows = torch.full((4, 20), value, dtype=torch.float64)  # not the pool's: there is a copy
+    rows = torch.full((4, 20), value)
     return Vocabulary(50, TokenRows(torch.arange(4), rows), None)
 
 

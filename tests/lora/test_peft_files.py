@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lorakeet.lora.peft_config import parse_config
+from lorakeet.lora.peft_tensors import parse_tensors, plain_names
 from support.adapter_kinds import fuse, fuse_all, share_a
 from support.adapters import (
     ALL_LINEAR,
@@ -264,6 +267,19 @@ def test_digest_is_of_config_and_tensors(tmp_path: Path, model: Path) -> None:
 def test_digest_does_not_depend_on_the_serving_dtype(tmp_path: Path, model: Path) -> None:
     folder = make_adapter(tmp_path, model)
     assert read(folder, model, dtype=torch.bfloat16).digest == read(folder, model).digest
+
+
+def test_digest_of_the_same_tensors_stays_what_it_is() -> None:
+    """It is kept in state files. This one was written down at version 0.1."""
+    config = parse_config(b'{"peft_type": "LORA", "r": 2, "lora_alpha": 3, "use_dora": true}')
+    tensors: dict[str, Tensor] = {}
+    for layer in (0, 1):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj."
+        tensors[name + "lora_A.weight"] = torch.arange(8.0).view(2, 4) + layer
+        tensors[name + "lora_B.weight"] = torch.arange(10.0).view(5, 2).bfloat16()
+        tensors[name + "lora_magnitude_vector"] = torch.arange(5.0)
+    digest = parse_tensors(config, plain_names(tensors)).digest()
+    assert digest == "e8c68ab457949ad9e2db178d1fa4a86f098d6af151f22aaa0606ad73ad7239e7"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5000])
