@@ -214,8 +214,6 @@ def _make_module(
                 f"{shorten(key)} has rank {tensor.shape[axis]} (shape {tuple(tensor.shape)}), "
                 f"by the config it is {scaling.rank}"
             )
-    if config.use_dora and "magnitude" not in keys:
-        raise AdapterError(f"{shorten(path)}: use_dora, but the file has no magnitude for it")
     vectors = {}
     for part, is_expected, field in (
         ("magnitude", config.use_dora, "use_dora"),
@@ -226,6 +224,8 @@ def _make_module(
                 raise AdapterError(f"{shorten(keys[part])} is there, but {field} is not true")
             check_tensor(keys[part], tensors[keys[part]], dimensions=1)
             vectors[part] = tensors[keys[part]]
+        elif is_expected:
+            raise AdapterError(f"{shorten(path)}: {field}, but the file has no {part} for it")
     return LoRAModule(
         path=path,
         name=place[1],

@@ -241,6 +241,15 @@ def test_a_magnitude_is_missing(models: Callable[[str], Path], tmp_path: Path) -
         read(folder, models("llama"))
 
 
+def test_a_bias_of_b_is_missing(models: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path, models("llama"), lora_bias=True)
+    edit_tensors(
+        folder, lambda t: {k: v for k, v in t.items() if "1.self_attn.q_proj.lora_B.bias" not in k}
+    )
+    with pytest.raises(AdapterError, match=r"layers.1.self_attn.q_proj.*lora_bias.*no bias of B"):
+        read(folder, models("llama"))
+
+
 def test_biases_of_b_that_the_config_does_not_speak_of(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
