@@ -141,8 +141,7 @@ class StaticRankRows:
         self._pool = pool
         self._groups = body_groups(pool) if pool.device.type == "cuda" else []
         self._num_tokens = num_tokens
-        most = min(num_adapters * pool.tables.width, static_room(pool))
-        self._room = max(most, MIN_ROOM)
+        self._room = min(max(num_adapters * pool.tables.width, MIN_ROOM), static_room(pool))
         self._size = packed_size(num_tokens, self._room)
 
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -73,6 +73,13 @@ class PoolWrite:
 
     launched: Future[torch.cuda.Event | None]  # by the pool's thread; None: it is complete
 
+    @staticmethod
+    def complete() -> "PoolWrite":
+        """There was nothing to copy."""
+        launched: Future[torch.cuda.Event | None] = Future()
+        launched.set_result(None)
+        return PoolWrite(launched)
+
     def done(self) -> bool:
         """Whether the copy has completed; never blocks."""
         if not self.launched.done():
@@ -184,9 +191,7 @@ class AdapterPool:
         self.tables.blend(slot, parts)
         rows = [row for part_slot, _, _ in parts for row in self._readers.rows_of(part_slot)]
         self._readers.set_slot(slot, rows)
-        complete: Future[torch.cuda.Event | None] = Future()
-        complete.set_result(None)
-        return PoolWrite(complete)
+        return PoolWrite.complete()
 
     def close(self) -> None:
         """End the pool's thread: after the copy that it is at, those behind it are dropped. Nothing

@@ -47,26 +47,12 @@ class RowWriter:
         The future is done when the copy has been launched, after all that were started before it;
         the event is the copy's end, None: it has ended. The adapter is held until then.
         """
-        return self._thread.submit(partial(self._copy, [*rows], adapter, readers, fill_vocabulary))
+        copy = partial(self._launch, [*rows], adapter, readers, fill_vocabulary)
+        return self._thread.submit(_keeping_nothing, copy)
 
     def close(self) -> None:
         """End the thread: after the copy that it is at, those behind it are dropped."""
         self._thread.shutdown(cancel_futures=True)
-
-    def _copy(
-        self,
-        rows: Sequence[int],
-        adapter: Adapter,
-        readers: Collection[torch.cuda.Event],
-        fill_vocabulary: Callable[[], None],
-    ) -> torch.cuda.Event | None:
-        try:
-            return self._launch(rows, adapter, readers, fill_vocabulary)
-        except Exception as error:
-            # Who has the error would have what lies on the device, which the next copy may need.
-            traceback.clear_frames(error.__traceback__)
-            del adapter, fill_vocabulary
-            raise
 
     @torch.inference_mode()  # a matter of each thread, as the current stream is
     def _launch(
@@ -131,6 +117,16 @@ class RowWriter:
 
     def _stage_ids(self, ids: Sequence[int]) -> Tensor:
         return self._staging.to_device(torch.tensor(ids, dtype=torch.int64))
+
+
+def _keeping_nothing(copy: Callable[[], torch.cuda.Event | None]) -> torch.cuda.Event | None:
+    """Who has the error of a copy would have what lies on the device, which the next may need."""
+    try:
+        return copy()
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        del copy
+        raise
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId
 from lorakeet.models.process_group import join
 from lorakeet.server import logs
 from lorakeet.server.engine.devices import choose_device
-from lorakeet.server.engine.process import exit_at_end_of_input, limit_threads
+from lorakeet.server.engine.process import exit_at_end_of_input, set_up_threads
 from lorakeet.server.engine.rank_messages import (
     AdapterRead,
     Failed,
@@ -102,7 +102,7 @@ def main() -> None:
     threading.Thread(target=exit_at_end_of_input, daemon=True).start()
     logs.configure(settings.log_level)
     structlog.contextvars.bind_contextvars(rank=int(rank))
-    limit_threads(settings)
+    set_up_threads(settings)
     channel = Channel(Connection(int(fd)))
     try:
         follow(settings, int(rank), address, Path(model), channel)

@@ -80,7 +80,7 @@ def main() -> int:
     settings = Settings.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=exit_at_end_of_input, args=(folder,), daemon=True).start()
     logs.configure(settings.log_level)
-    limit_threads(settings)
+    set_up_threads(settings)
     gc.freeze()  # looking through all that was imported takes a tenth of a second, at any time
 
     commands, events = endpoints(folder)
@@ -111,7 +111,7 @@ def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
     return socket
 
 
-def limit_threads(settings: Settings) -> None:
+def set_up_threads(settings: Settings) -> None:
     """Share the cores that this process may use with the other ranks, and Python among threads.
 
     Beside a GPU a few cores are enough: what is left for them is to copy weights.

@@ -294,9 +294,9 @@ from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
-from lorakeet.server.engine.process import limit_threads
+from lorakeet.server.engine.process import set_up_threads
 model, adapter = map(Path, sys.argv[1:])
-limit_threads(Settings(model=str(model), device="cpu"))
+set_up_threads(Settings(model=str(model), device="cpu"))
 specs = group_specs(load_config(model))
 store = HostStore(specs, max_rank=16, dtype=torch.float32)
 store.load(AdapterId(1), adapter).result(60)
