@@ -29,14 +29,15 @@ def make_adapter(
     """Save a random LoRA of the model, through PEFT, as `folder`; equal seeds give equal tensors.
 
     Everything trainable is random: with PEFT's own start values B is zero and no test of parity
-    could fail. `lora_config` goes to PEFT's LoraConfig. Returns `folder`.
+    could fail. Magnitudes of DoRA vary around the base's column norms, as after training: PEFT's
+    random start would make them depend on all that was drawn before, and long.
+    `lora_config` goes to PEFT's LoraConfig. Returns `folder`.
     """
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = LoraConfig(
         r=r,
         lora_alpha=lora_alpha,
         target_modules=targets,
-        init_lora_weights=False,
         task_type="CAUSAL_LM",
         **lora_config,
     )

@@ -59,7 +59,7 @@ def make_vocabulary_adapter(
     whether they are trained or not."""
     peft_model = get_peft_model(
         _resized(model, kind.size),
-        LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **kind.config),
+        LoraConfig(r=4, task_type="CAUSAL_LM", **kind.config),
     )
     generator = torch.Generator().manual_seed(seed)
     randomise(peft_model, generator)
@@ -96,5 +96,6 @@ def add_tokens(folder: Path, *tokens: str, start: int = VOCAB_SIZE) -> Path:
 def _resized(model: Path, size: int) -> nn.Module:
     base = copy.deepcopy(base_model(model))
     if size != VOCAB_SIZE:
+        torch.manual_seed(0)  # new rows are drawn from the global generator
         base.resize_token_embeddings(size, mean_resizing=False)  # type: ignore[operator]
     return base
