@@ -1,6 +1,7 @@
 """The modules of a PEFT file → an `Adapter` in canonical form, checked against the model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -64,25 +65,30 @@ def pack(
     specs: Sequence[GroupSpec],
     dtype: torch.dtype,
     digest: Callable[[], str],
+    workers: Executor,
 ) -> Adapter:
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
     Modules and vectors are whole; laid out is what the rank of `specs` holds. Scale and DoRA's
-    factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last.
+    factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last;
+    `workers` share the copying.
     Raises AdapterError when a value is too large for `dtype`.
     """
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
     shapes = [shape for plan in plans for shape in plan.shapes.values()]
     block, views = _allocate(shapes, dtype)
-    groups, remaining = {}, iter(views)
+    groups, writes, remaining = {}, [], iter(views)
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
         weights = GroupWeights(ranks=plan.ranks, **tensors)
         for run in plan.runs:
-            _write(run, vectors, plan.spec, *run.places_in(weights, plan.spec))
+            a, b = run.places_in(weights, plan.spec)
+            writes.append(workers.submit(_write, run, vectors, plan.spec, a, b))
         _write_vectors(vectors, plan, weights)
         groups[plan.spec.name] = weights
+    for write in writes:
+        write.result()
     if plans and not all_finite(block):
         raise AdapterError(_too_large(plans, groups))
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}

@@ -25,7 +25,14 @@ from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, G
 from lorakeet.lora.base_weights import check_copies
 from lorakeet.lora.canonical import check_fit, check_rank, pack
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
-from lorakeet.lora.peft_tensors import PeftTensors, check_finite, parse_tensors, plain_names
+from lorakeet.lora.peft_tensors import (
+    PeftTensors,
+    check_finite,
+    digest_of,
+    hash_part,
+    parse_tensors,
+    plain_names,
+)
 from lorakeet.lora.peft_vocabulary import (
     VocabularyTensors,
     fit_modules,
@@ -39,6 +46,9 @@ from lorakeet.lora.vectors import work_out_vectors
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_CONFIG_BYTES = 4 * 2**20
+
+# Each works alone: a team for every piece would be slower, and teams that wait hold up all.
+_workers = ThreadPoolExecutor(4, "adapter-worker", initializer=torch.set_num_threads, initargs=(1,))
 
 _log = logging.getLogger(__name__)
 
@@ -73,16 +83,15 @@ def read_adapter(
     found = parse_tensors(config, others)
     check_not_empty(found, own)
     check_rank(found, max_rank)
-    with ThreadPoolExecutor(1) as beside:
-        digest = beside.submit(found.digest)
-        check_finite(tensors)
-        vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
-        found = replace(found, modules=fit_modules(found.modules, own, whole))
-        check_fit(found, whole)
-        _warn_of_other_base(folder, config, base_model)
-        check_copies(found.copies, base_weights)
-        vectors = work_out_vectors(found, base_weights)
-        adapter = pack(found, vectors, specs, dtype, digest.result)
+    hashes = _workers.map(hash_part, found.parts())  # meanwhile
+    check_finite(tensors)
+    vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
+    found = replace(found, modules=fit_modules(found.modules, own, whole))
+    check_fit(found, whole)
+    _warn_of_other_base(folder, config, base_model)
+    check_copies(found.copies, base_weights)
+    vectors = work_out_vectors(found, base_weights)
+    adapter = pack(found, vectors, specs, dtype, lambda: digest_of(hashes), _workers)
     adapter = with_vocabulary(adapter, vocabulary)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)

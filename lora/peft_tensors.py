@@ -4,8 +4,9 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ _UNKNOWN = {
     ".lora_a.": "torchtune's own names, not those of its PEFT export: ",
 }
 
-_BLOCK_BYTES = 2**20  # hashed at a time: after each, a busy engine may keep the thread waiting
+_BLOCK_BYTES = 2**20  # hashed at a time
 _ORDERED = (torch.bfloat16, torch.float16, torch.float32)  # others are compared as float32
 
 Place = tuple[int, str]  # layer and name of a module
@@ -101,31 +102,51 @@ class PeftTensors:
         return max((module.scaling.rank for module in self.modules), default=0)
 
     def digest(self) -> str:
-        """sha256 over modules and biases: names, scales, and every byte of their tensors."""
-        digest = hashlib.sha256()
-        block: list[bytes | memoryview] = []
-        size = 0
-        for piece in self._pieces():
-            is_large = len(piece) >= _BLOCK_BYTES  # it is not copied
-            if is_large or size + len(piece) >= _BLOCK_BYTES:
-                digest.update(b"".join(block))
-                block, size = [], 0
-            if is_large:
-                digest.update(piece)
-            else:
-                block.append(piece)
-                size += len(piece)
-        digest.update(b"".join(block))
-        return digest.hexdigest()
+        """sha256 over those of `parts`: names, scales, and every byte of their tensors."""
+        return digest_of(map(hash_part, self.parts()))
 
-    def _pieces(self) -> Iterator[bytes | memoryview]:
-        for module in self.modules:
-            yield f"{module.layer} {module.name} ".encode()
-            yield struct.pack("<d", module.scaling.scale)
-            for part, tensor in module.tensors.items():
-                yield from _pieces_of(f"{part} ", tensor)
-        for bias in self.biases:
-            yield from _pieces_of(f"{bias.layer} {bias.name} bias ", bias.tensor)
+    def parts(self) -> Iterator["Part"]:
+        """What is hashed on its own: the modules of each layer, then all biases."""
+        for _, modules in groupby(self.modules, lambda module: module.layer):
+            yield tuple(modules)
+        yield self.biases
+
+
+Part = tuple[LoRAModule, ...] | tuple[BaseTensor, ...]
+
+
+def digest_of(hashes: Iterable[bytes]) -> str:
+    """Of all parts, in their order."""
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def hash_part(part: Part) -> bytes:
+    """Small pieces are joined: after each, a busy engine may keep this thread waiting."""
+    digest = hashlib.sha256()
+    block: list[bytes | memoryview] = []
+    size = 0
+    for piece in chain.from_iterable(map(_pieces_of, part)):
+        is_large = len(piece) >= _BLOCK_BYTES  # it is not copied
+        if is_large or size + len(piece) >= _BLOCK_BYTES:
+            digest.update(b"".join(block))
+            block, size = [], 0
+        if is_large:
+            digest.update(piece)
+        else:
+            block.append(piece)
+            size += len(piece)
+    digest.update(b"".join(block))
+    return digest.digest()
+
+
+def _pieces_of(module: LoRAModule | BaseTensor) -> Iterator[bytes | memoryview]:
+    yield f"{module.layer} {module.name} ".encode()
+    if isinstance(module, LoRAModule):
+        yield struct.pack("<d", module.scaling.scale)
+    tensors = module.tensors if isinstance(module, LoRAModule) else {"bias": module.tensor}
+    for part, tensor in tensors.items():
+        yield f"{part} {_dtype_name(tensor)} {tuple(tensor.shape)} ".encode()
+        yield tensor.contiguous().view(torch.uint8).numpy().ravel().data
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -288,11 +309,6 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         if not all_finite(tensor):
             raise AdapterError(f"{shorten(key)} holds NaN or infinite values")
-
-
-def _pieces_of(name: str, tensor: Tensor) -> Iterator[bytes | memoryview]:
-    yield f"{name}{_dtype_name(tensor)} {tuple(tensor.shape)} ".encode()
-    yield tensor.contiguous().view(torch.uint8).numpy().ravel().data
 
 
 def all_finite(tensor: Tensor) -> bool:

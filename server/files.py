@@ -4,12 +4,15 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
 T = TypeVar("T")
+
+_SYNC_BYTES = 8 * 2**20  # that are worth a sync
 
 
 class FolderError(Exception):
@@ -45,6 +48,42 @@ def sync_file(file: BinaryIO) -> None:
     """Make what was written durable."""
     file.flush()
     os.fsync(file.fileno())
+
+
+class DurableFile:
+    """A new file that goes to the disk while more of it comes: little is left to do at its end.
+
+    Whatever fails on the disk raises OSError, though perhaps in a later call.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileExistsError."""
+        self._file = path.open("xb")
+        self._thread = ThreadPoolExecutor(1, "sync")
+        self._sync: Future[None] | None = None
+        self._unsynced = 0  # bytes
+
+    def write(self, data: memoryview) -> None:
+        self._file.write(data)
+        self._unsynced += len(data)
+        if self._unsynced >= _SYNC_BYTES and (self._sync is None or self._sync.done()):
+            self._check()
+            self._sync = self._thread.submit(os.fdatasync, self._file.fileno())
+            self._unsynced = 0
+
+    def finish(self) -> None:
+        """Durable, and closed."""
+        self._check()
+        sync_file(self._file)
+        self.close()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+    def _check(self) -> None:
+        if self._sync is not None:
+            self._sync.result()
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from fastapi import Request
 from filelock import BaseFileLock
@@ -31,7 +30,7 @@ from lorakeet.server.errors import (
     InsufficientStorageError,
     OverloadedError,
 )
-from lorakeet.server.files import in_thread, is_full, sync_file, sync_folder, take_folder
+from lorakeet.server.files import DurableFile, in_thread, is_full, sync_folder, take_folder
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ FILES = frozenset(
 REQUIRED = ("adapter_config.json", "adapter_model.safetensors")
 FIELDS = frozenset(("name", "lora_name", "load_inplace", "pinned"))
 MAX_FIELD_BYTES = 1024
-MAX_RUNNING = 4  # uploads at once: each holds three blocks in memory and, while it writes, a thread
+MAX_RUNNING = 4  # uploads at once: each holds three blocks in memory and up to two threads
 MIN_FREE = 2**30  # bytes of the disk that no upload may take
 _FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
 _BLOCK = 2**20  # bytes that are handed to a thread at a time
@@ -208,7 +207,7 @@ class _Receiver:
         self._is_complete = False
         self._headers: dict[bytes, bytes] = {}
         self._header = (bytearray(), bytearray())  # name and value of the present one
-        self._file: BinaryIO | None = None
+        self._file: DurableFile | None = None
         self._field: tuple[str, bytearray] | None = None
         self._parser = MultipartParser(
             boundary,
@@ -258,7 +257,8 @@ class _Receiver:
 
     def abandon(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what it could not write
+                self._file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _end_header(self) -> None:
@@ -281,14 +281,14 @@ class _Receiver:
             message = f"Unknown or repeated field: {name[:100]}"
             raise BadRequestError(message, param=name[:100], code="unknown_field")
 
-    def _open(self, filename: str, field_name: str) -> BinaryIO:
+    def _open(self, filename: str, field_name: str) -> DurableFile:
         """By the file's own name, or else that of its field."""
         name = next((one for one in (filename, field_name) if one in FILES), None)
         if name is None:
             message = f"{filename[:100]!r} is no file of an adapter; allowed: {sorted(FILES)}"
             raise BadRequestError(message, param="filename", code="file_not_allowed")
         try:
-            return (self.folder / name).open("xb")
+            return DurableFile(self.folder / name)
         except FileExistsError:
             message = f"The file {name} was sent twice"
             raise BadRequestError(message, param=name, code="invalid_value") from None
@@ -307,8 +307,7 @@ class _Receiver:
 
     def _end_part(self) -> None:
         if self._file is not None:
-            sync_file(self._file)
-            self._file.close()
+            self._file.finish()
             self._file = None
         elif self._field is not None:
             name, value = self._field

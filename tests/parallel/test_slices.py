@@ -1,6 +1,7 @@
 """What each rank holds, put together again by the design's table, is the whole: any shape."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from lorakeet.models.process_group import ProcessGroup
 from support.models import tiny_model
 
 Whole = dict[str, Tensor]
+WORKERS = ThreadPoolExecutor(2)
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,12 @@ def split(spec: GroupSpec, tensor: Tensor) -> dict[str, Tensor]:
 def test_adapters_by_the_table(shape: Shape, fused: bool, seed: int) -> None:
     found, vectors = random_adapter(shape.config, fused, seed)
     whole_specs = group_specs(shape.config)
-    whole = pack(found, vectors, whole_specs, torch.float32, found.digest)
+    whole = pack(found, vectors, whole_specs, torch.float32, found.digest, WORKERS)
     by_rank: list[tuple[Adapter, tuple[GroupSpec, ...]]] = []
     for group in shape.groups:
         specs = group_specs(shape.config, group)
         assert tuple(spec.whole for spec in specs) == tuple(spec.whole for spec in whole_specs)
-        by_rank.append((pack(found, vectors, specs, torch.float32, found.digest), specs))
+        by_rank.append((pack(found, vectors, specs, torch.float32, found.digest, WORKERS), specs))
     assert {adapter.num_rows for adapter, _ in by_rank} == {whole.num_rows}
     for index, spec in enumerate(whole_specs):
         want = whole.groups[spec.name]

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from lorakeet.server import app, uploads
-from lorakeet.server.files import FolderError
+from lorakeet.server import files as disk
+from lorakeet.server.files import DurableFile, FolderError
 from lorakeet.server.uploads import Uploads
 from support.servers import wait_until
 from support.toy_server import ToyServer, adapter_folder, toy_server
@@ -291,17 +292,45 @@ def test_a_client_that_goes_in_the_middle(toy: ToyServer, store: Path) -> None:
         assert shift(toy, "x") == -1
 
 
-def test_a_full_disk(toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sync", ["fsync", "fdatasync"])
+def test_a_full_disk(
+    toy: ToyServer, store: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+) -> None:
+    """Whether that is known at the end, or while more comes."""
+
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(disk, "_SYNC_BYTES", 1000)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, sync, full)
         response = upload(toy)
     assert code(response) == (507, "insufficient_storage")
     assert "No space left" in response.json()["error"]["message"]
     wait_for_folders(store, 0)
     assert upload(toy).status_code == 200
+
+
+def test_a_file_goes_to_the_disk_as_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []  # bytes, each time
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(disk, "_SYNC_BYTES", 15_000)
+    data = memoryview(os.urandom(50_000))
+    file = DurableFile(tmp_path / "file")
+    file.write(data[:10_000])
+    file.write(data[10_000:20_000])
+    wait_until(lambda: synced == [20_000], "the first part is on its way")
+    file.write(data[20_000:])
+    file.finish()
+    assert synced[-1] == 50_000
+    assert (tmp_path / "file").read_bytes() == data
 
 
 def test_a_part_of_the_disk_stays_free(
