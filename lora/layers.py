@@ -15,7 +15,6 @@ from lorakeet.models.parallel import (
     Epilogue,
     ParallelLinear,
     ParallelLMHead,
-    RowParallelLinear,
     VocabParallelEmbedding,
     sum_parts,
 )
@@ -100,15 +99,6 @@ class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
 
 class RowParallelLinearWithLoRA(LinearWithLoRA):
     """Each rank's part of the delta joins its part of the base's sum, before the one all-reduce."""
-
-    base_layer: RowParallelLinear
-
-    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        lora = self._lora_batch(batch)
-        if lora is None:
-            return self.base_layer(x, batch)  # type: ignore[no-any-return]
-        y = self.backend.linear(self.base_layer, x, self.lora_weights, lora)
-        return self.base_layer.reduce(y)
 
 
 class ParallelLMHeadWithLoRA(BaseLayerWithLoRA):

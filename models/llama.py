@@ -26,9 +26,7 @@ from lorakeet.models.rope import RotaryEmbedding
 class LlamaAttention(nn.Module):
     """The heads of this rank."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, cuts: ModelCuts, group: ProcessGroup
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, cuts: ModelCuts) -> None:
         super().__init__()
         self.num_heads = cuts.q.size // config.head_dim
         self.num_kv_heads = cuts.kv.size // config.head_dim
@@ -36,9 +34,7 @@ class LlamaAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer]
         self.qkv_proj = QKVParallelLinear(config.hidden_size, cuts.q, cuts.kv, bias=config.qkv_bias)
-        self.o_proj = RowParallelLinear(
-            cuts.q, config.hidden_size, "o_proj", bias=config.o_bias, group=group
-        )
+        self.o_proj = RowParallelLinear(cuts.q, config.hidden_size, "o_proj", bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.cache: LayerCache | None = None  # bind_kv_cache
@@ -50,11 +46,11 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: ModelConfig, cuts: ModelCuts, group: ProcessGroup) -> None:
+    def __init__(self, config: ModelConfig, cuts: ModelCuts) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_up_proj = MergedColumnParallelLinear(hidden, cuts.mlp, bias)
-        self.down_proj = RowParallelLinear(cuts.mlp, hidden, "down_proj", bias, group)
+        self.down_proj = RowParallelLinear(cuts.mlp, hidden, "down_proj", bias)
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
         """The output's parts: see `ParallelLinear.parts`."""
@@ -63,14 +59,12 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(
-        self, config: ModelConfig, layer: int, cuts: ModelCuts, group: ProcessGroup
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, cuts: ModelCuts) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, layer, cuts, group)
+        self.self_attn = LlamaAttention(config, layer, cuts)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = LlamaMLP(config, cuts, group)
+        self.mlp = LlamaMLP(config, cuts)
 
     def forward(
         self, x: Tensor, residual: Tensor, batch: ForwardBatch, ops: Ops, next_norm: RMSNorm
@@ -85,17 +79,17 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig, cuts: ModelCuts, group: ProcessGroup) -> None:
         super().__init__()
+        self.group = group
         self.embed_tokens = VocabParallelEmbedding(cuts.vocab, config.hidden_size, group)
         self.layers = nn.ModuleList(
-            LlamaDecoderLayer(config, layer, cuts, group)
-            for layer in range(config.num_hidden_layers)
+            LlamaDecoderLayer(config, layer, cuts) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         residual = self.embed_tokens(batch.token_ids, batch)
-        ops = plan_ops(batch, self.rotary.cos_sin(batch), residual.dtype)
+        ops = plan_ops(batch, self.rotary.cos_sin(batch), residual.dtype, self.group)
         input_norms = [cast(RMSNorm, layer.input_layernorm) for layer in self.layers]
         x = input_norms[0](residual)
         for layer, next_norm in zip(self.layers, [*input_norms[1:], self.norm], strict=True):

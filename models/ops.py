@@ -1,6 +1,7 @@
 """What a pass does between its large products: each product's epilogue, on either kind of device.
 
-A projection's output may come in parts (splits, T, N) that are to be summed up: on CUDA only.
+A projection's output may come in parts (splits, T, N) that are to be summed up: on CUDA only. What
+row-parallel projections give is to be summed up over the ranks.
 """
 
 from typing import Protocol
@@ -14,6 +15,8 @@ from lorakeet.models.attention import TorchAttention
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import LayerCache
 from lorakeet.models.norm import RMSNorm
+from lorakeet.models.parallel import sum_parts
+from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.rope import rotate
 
 
@@ -40,25 +43,31 @@ class Ops(Protocol):
         """
 
     def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of residual + y, and the sum itself: (T, hidden_size) each."""
+        """The norm of residual + y, and the sum itself: (T, hidden_size) each. Of y each rank has a
+        part; residual and results are the same on all."""
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:
         """SiLU(gate) · up: (T, 2 · size) → (T, size). `delta` is still to be added to gate_up."""
 
 
-def plan_ops(batch: ForwardBatch, rotary: tuple[Tensor, Tensor], dtype: torch.dtype) -> Ops:
+def plan_ops(
+    batch: ForwardBatch, rotary: tuple[Tensor, Tensor], dtype: torch.dtype, group: ProcessGroup
+) -> Ops:
     """Triton's kernels on CUDA, torch elsewhere. `rotary`: RotaryEmbedding.cos_sin of the batch;
     `dtype`: of the hidden states."""
     if batch.token_ids.is_cuda:
-        return TritonOps(batch, rotary, dtype)
-    return TorchOps(batch, rotary)
+        return TritonOps(batch, rotary, dtype, group)
+    return TorchOps(batch, rotary, group)
 
 
 class TorchOps:
     """Step by step. Deltas were added before: here they are None."""
 
-    def __init__(self, batch: ForwardBatch, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self, batch: ForwardBatch, rotary: tuple[Tensor, Tensor], group: ProcessGroup
+    ) -> None:
         self._rotary = rotary
+        self._group = group
         self._attention = TorchAttention(batch)
 
     def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
@@ -74,7 +83,7 @@ class TorchOps:
         return self._attention(q, k, v, layer.cache, layer.scale, layer.sliding_window).flatten(1)
 
     def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
-        total = residual + y
+        total = residual + self._group.all_reduce(y)
         return norm(total), total
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:
@@ -87,7 +96,11 @@ class TritonOps:
     """One kernel an epilogue, besides attention itself, which reads the batch's own tensors."""
 
     def __init__(
-        self, batch: ForwardBatch, rotary: tuple[Tensor, Tensor], dtype: torch.dtype
+        self,
+        batch: ForwardBatch,
+        rotary: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        group: ProcessGroup,
     ) -> None:
         # there is no Triton on some CPU platforms
         from lorakeet.kernels import activation, norm, paged_attention
@@ -96,6 +109,7 @@ class TritonOps:
         self._batch = batch
         self._cos, self._sin = rotary
         self._dtype = dtype
+        self._group = group
         self._activation, self._norm = activation, norm
         self._rotary, self._attention = rotary_kernels, paged_attention
 
@@ -133,6 +147,8 @@ class TritonOps:
         return attended.flatten(1)
 
     def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self._group.size > 1:
+            y = self._group.all_reduce(sum_parts(y, self._dtype))
         return self._norm.add_rms_norm(y, residual, norm.weight, norm.eps)
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:

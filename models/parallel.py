@@ -125,32 +125,12 @@ class MergedColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A projection that tensor parallelism cuts along its input: each rank has a part of the sum.
+    """A projection that tensor parallelism cuts along its input: its output is this rank's part of
+    a sum over the ranks, which is left to `Ops.add_norm`. What else is to be in the sum, once for
+    all ranks or a part of it from each, is added before."""
 
-    `reduce` of `product` is the layer's output; what else is to be in the sum, once for all ranks
-    or a part of it from each, is added between the two.
-    """
-
-    def __init__(
-        self,
-        input_size: Size,
-        output_size: int,
-        name: str,
-        bias: bool = False,
-        group: ProcessGroup = ALONE,
-    ) -> None:
+    def __init__(self, input_size: Size, output_size: int, name: str, bias: bool = False) -> None:
         super().__init__(input_size, {name: output_size}, bias)
-        self.group = group
-
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        return self.reduce(self.product(x))
-
-    def reduce(self, y: Tensor) -> Tensor:
-        """The sum over all ranks. y: (T, output_size), or its parts, which are first summed up;
-        alone, they stay as they are."""
-        if self.group.size == 1:
-            return y
-        return self.group.all_reduce(sum_parts(y, self.weight.dtype))
 
 
 class VocabParallelEmbedding(nn.Module):

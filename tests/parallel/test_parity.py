@@ -227,15 +227,16 @@ def test_a_rank_holds_its_share(results: Callable[[int], Results], size: int) ->
         assert result["bias"]["row_bytes"] < alone["row_bytes"]
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_parts_are_summed_before_the_one_all_reduce(
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_and_ranks_are_summed_up_before_the_norm(
     results: Callable[[int], Results], size: int
 ) -> None:
     for result in results(size):
-        reduced = result["reduced"]
-        assert reduced.dtype == torch.bfloat16
-        assert reduced.shape == (5, 3)
-        assert (reduced == sum(3.0 * (rank + 1) for rank in range(size))).all()
+        normed, total = result["epilogue"]
+        assert normed.dtype == total.dtype == torch.bfloat16
+        assert normed.shape == total.shape == (5, 4)
+        assert (total == 1 + sum(3.0 * (rank + 1) for rank in range(size))).all()
+        assert (normed == 2).all()
 
 
 @pytest.mark.parametrize("size", SIZES)

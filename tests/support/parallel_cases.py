@@ -20,7 +20,8 @@ from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.batch import ForwardBatch
-from lorakeet.models.parallel import RowParallelLinear
+from lorakeet.models.norm import RMSNorm
+from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
 from support.passes import Passes
@@ -65,7 +66,7 @@ def run_cases(
     """
     with torch.device(device):
         found: dict[str, Any] = {
-            "reduced": _reduce_parts(group).cpu(),
+            "epilogue": _add_norm(group).cpu(),
             "collectives": {k: v.cpu() for k, v in _call_collectives(group).items()},
         }
     for case in cases:
@@ -152,10 +153,24 @@ def _with_lora(batch: ForwardBatch, slots: Sequence[Slot], pool: AdapterPool) ->
     )
 
 
-def _reduce_parts(group: ProcessGroup) -> Tensor:
-    """A row-parallel layer's output that comes in parts, as on CUDA."""
-    layer = RowParallelLinear(4, 3, "o_proj", group=group).bfloat16()
-    return layer.reduce(torch.full((2, 5, 3), 1.5 * (group.rank + 1)))
+def _add_norm(group: ProcessGroup) -> Tensor:
+    """The norm and the sum of ones and a row-parallel layer's output in parts, as on CUDA."""
+    none, norm = torch.empty(0, dtype=torch.int32), RMSNorm(4, eps=0.0).bfloat16()
+    norm.weight.data.fill_(2.0)
+    batch = ForwardBatch(
+        token_ids=none,
+        positions=none,
+        kv_slots=none,
+        query_starts=none,
+        context_lens=none,
+        block_tables=none,
+        num_decodes=0,
+        max_query_len=0,
+        max_context_len=0,
+    )
+    ops = TritonOps(batch, (none, none), torch.bfloat16, group)
+    y = torch.full((2, 5, 4), 1.5 * (group.rank + 1))
+    return torch.stack(ops.add_norm(torch.ones(5, 4, dtype=torch.bfloat16), norm, y))
 
 
 def _call_collectives(group: ProcessGroup) -> dict[str, Tensor]:
