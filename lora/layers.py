@@ -16,7 +16,6 @@ from lorakeet.models.parallel import (
     ParallelLinear,
     ParallelLMHead,
     VocabParallelEmbedding,
-    sum_parts,
 )
 
 
@@ -46,11 +45,7 @@ class LinearWithLoRA(BaseLayerWithLoRA):
     base_layer: ParallelLinear
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """(T, input) → (T, output)."""
-        return sum_parts(self.parts(x, batch), x.dtype)
-
-    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """(T, output), or its parts: see `LoRABackend.linear`."""
+        """(T, input) → (T, output), or its parts: see `LoRABackend.linear`."""
         lora = self._lora_batch(batch)
         if lora is None:
             return self.base_layer(x, batch)  # type: ignore[no-any-return]

@@ -40,9 +40,9 @@ class LlamaAttention(nn.Module):
         self.cache: LayerCache | None = None  # bind_kv_cache
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
-        """The output's parts: see `ParallelLinear.parts`."""
-        attended = ops.attend(self, self.qkv_proj.parts(x, batch))
-        return self.o_proj.parts(attended, batch)
+        """What o_proj gives: a part of the sum over the ranks."""
+        attended = ops.attend(self, self.qkv_proj(x, batch))
+        return self.o_proj(attended, batch)  # type: ignore[no-any-return]
 
 
 class LlamaMLP(nn.Module):
@@ -53,9 +53,9 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(cuts.mlp, hidden, "down_proj", bias)
 
     def forward(self, x: Tensor, batch: ForwardBatch, ops: Ops) -> Tensor:
-        """The output's parts: see `ParallelLinear.parts`."""
+        """What down_proj gives: a part of the sum over the ranks."""
         activated = self.gate_up_proj.project(x, batch, ops.silu_mul)
-        return self.down_proj.parts(activated, batch)
+        return self.down_proj(activated, batch)  # type: ignore[no-any-return]
 
 
 class LlamaDecoderLayer(nn.Module):

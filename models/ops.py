@@ -15,7 +15,6 @@ from lorakeet.models.attention import TorchAttention
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import LayerCache
 from lorakeet.models.norm import RMSNorm
-from lorakeet.models.parallel import sum_parts
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.rope import rotate
 
@@ -148,7 +147,7 @@ class TritonOps:
 
     def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
         if self._group.size > 1:
-            y = self._group.all_reduce(sum_parts(y, self._dtype))
+            y = self._group.all_reduce(y if y.ndim == 2 else y.sum(0).to(self._dtype))
         return self._norm.add_rms_norm(y, residual, norm.weight, norm.eps)
 
     def silu_mul(self, gate_up: Tensor, delta: Delta | None) -> Tensor:

@@ -68,13 +68,9 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.output_size)) if has_bias else None
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """(T, input_size) → (T, output_size)."""
+        """(T, input_size) → (T, output_size). A wrapped layer may leave it in float32 parts,
+        (splits, T, output_size), which `models.ops` sums up."""
         return self.product(x)
-
-    def parts(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """The output for one of `models.ops`: a wrapped layer may leave it in float32 parts,
-        (splits, T, output_size), that are to be summed up."""
-        return self(x, batch)  # type: ignore[no-any-return]
 
     def product(self, x: Tensor) -> Tensor:
         """What this rank has of the output, before any sum over the ranks."""
@@ -197,11 +193,6 @@ class ParallelLMHead(nn.Module):
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
         yield "weight", Piece.of(self.weight.detach(), self.vocab, Cut.none(self.hidden_size))
-
-
-def sum_parts(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, output) as it is; of float32 parts (splits, T, output) the sum, rounded to `dtype`."""
-    return y if y.ndim == 2 else y.sum(0).to(dtype)
 
 
 def pack_weights(model: nn.Module) -> None:
