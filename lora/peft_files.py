@@ -83,19 +83,30 @@ def read_adapter(
     found = parse_tensors(config, others)
     check_not_empty(found, own)
     check_rank(found, max_rank)
-    hashes = _workers.map(hash_part, found.parts())  # meanwhile
-    check_finite(tensors)
-    vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
-    found = replace(found, modules=fit_modules(found.modules, own, whole))
-    check_fit(found, whole)
-    _warn_of_other_base(folder, config, base_model)
-    check_copies(found.copies, base_weights)
-    vectors = work_out_vectors(found, base_weights)
-    adapter = pack(found, vectors, specs, dtype, lambda: digest_of(hashes), _workers)
+    with _hashed_meanwhile(found) as digest:
+        check_finite(tensors)
+        vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
+        found = replace(found, modules=fit_modules(found.modules, own, whole))
+        check_fit(found, whole)
+        _warn_of_other_base(folder, config, base_model)
+        check_copies(found.copies, base_weights)
+        vectors = work_out_vectors(found, base_weights)
+        adapter = pack(found, vectors, specs, dtype, digest, _workers)
     adapter = with_vocabulary(adapter, vocabulary)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
     return adapter
+
+
+@contextmanager
+def _hashed_meanwhile(found: PeftTensors) -> Iterator[Callable[[], str]]:
+    """Gives its digest, which is waited for. What fails meanwhile is not hashed to its end."""
+    hashes = [_workers.submit(hash_part, part) for part in found.parts()]
+    try:
+        yield lambda: digest_of(each.result() for each in hashes)
+    finally:
+        for each in hashes:
+            each.cancel()
 
 
 def _with_invocation(adapter: Adapter, tokens: tuple[int, ...]) -> Adapter:

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorakeet.lora import peft_files
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
 from lorakeet.lora.peft_files import MAX_CONFIG_BYTES, max_weights_bytes
 from lorakeet.lora.specs import group_specs
 from lorakeet.lora.tensor_file import TensorFileError, read_tensors
 from lorakeet.models.config import load_config
-from support.adapters import make_adapter, tensors_of
+from support.adapters import edit_tensors, make_adapter, tensors_of
 from support.deltas import assert_equals_peft, deltas, read
 from support.models import tiny_model
 
@@ -350,3 +351,25 @@ def test_the_largest_adapter_is_within_the_limit_on_size(tmp_path: Path, model: 
 def test_config_that_is_none(folder: Path, model: Path, text: bytes) -> None:
     (folder / CONFIG).write_bytes(text)
     assert refusal(folder, model).startswith(CONFIG)
+
+
+def test_a_refused_adapter_is_not_hashed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or many of them would keep the memory of each until all were hashed."""
+    model = tiny_model(tmp_path / "model", num_hidden_layers=12)
+    folder = make_adapter(tmp_path / "adapter", model)
+    edit_tensors(folder, lambda tensors: {k: t * float("nan") for k, t in tensors.items()})
+    gate, hashed = threading.Event(), []
+
+    def hash_part(part: object) -> bytes:
+        hashed.append(part)
+        assert gate.wait(20)
+        return b""
+
+    monkeypatch.setattr(peft_files, "hash_part", hash_part)
+    assert "NaN" in refusal(folder, model)
+    gate.set()
+    for idle in [peft_files._workers.submit(int) for _ in range(100)]:
+        idle.result()
+    assert len(hashed) <= 4  # one for each worker
