@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -84,11 +85,11 @@ def pack(
         weights = GroupWeights(ranks=plan.ranks, **tensors)
         for run in plan.runs:
             a, b = run.places_in(weights, plan.spec)
-            writes.append(workers.submit(_write, run, vectors, plan.spec, a, b))
+            writes.append(partial(_write, run, vectors, plan.spec, a, b))
         _write_vectors(vectors, plan, weights)
         groups[plan.spec.name] = weights
-    for write in writes:
-        write.result()
+    for _ in workers.map(lambda write: write(), writes):
+        pass  # the first failure is raised here, what has not begun is left
     if plans and not all_finite(block):
         raise AdapterError(_too_large(plans, groups))
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}

@@ -23,6 +23,8 @@ from lorakeet.lora.peft_files import read_adapter
 
 _log = logging.getLogger(__name__)
 
+_NUM_WORKERS = 4  # threads that the reads share
+
 
 def default_host_bytes() -> int:
     """A quarter of the memory that this process may use: the machine's, or its cgroup's."""
@@ -30,6 +32,12 @@ def default_host_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total // 4
+
+
+def _threads(count: int, name: str) -> ThreadPoolExecutor:
+    """Each works alone: the pieces are small, and teams of threads that wait for each other hold up
+    all."""
+    return ThreadPoolExecutor(count, name, initializer=torch.set_num_threads, initargs=(1,))
 
 
 class Replicas(Protocol):
@@ -86,10 +94,8 @@ class HostStore:
         self._base_weights = base_weights
         self._base_model = base_model
         self._replicas = replicas
-        # Alone: the pieces are small, and teams of threads that wait for each other hold up all.
-        self._executor = ThreadPoolExecutor(
-            num_threads, "adapter-reader", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._readers = _threads(num_threads, "adapter-reader")
+        self._workers = _threads(_NUM_WORKERS, "adapter-worker")
         self._lock = Lock()
         self._records: dict[AdapterId, _Record] = {}  # least recently used first
         self._by_digest: dict[str, Adapter] = {}
@@ -191,12 +197,13 @@ class HostStore:
 
     def shutdown(self) -> None:
         """Cancel what has not begun, and wait for the reads that run."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown()
 
     # --- with the lock held ---
 
     def _submit(self, adapter_id: AdapterId, record: _Record) -> Future[Adapter]:
-        record.future = self._executor.submit(self._read, adapter_id, record)
+        record.future = self._readers.submit(self._read, adapter_id, record)
         return record.future
 
     def _holds_others(self, ids: Collection[AdapterId]) -> bool:
@@ -277,6 +284,7 @@ class HostStore:
                 self._specs,
                 max_rank=self._max_rank,
                 dtype=self._dtype,
+                workers=self._workers,
                 base_weights=self._base_weights,
                 base_model=self._base_model,
                 on_stage=seconds.__setitem__,

@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
@@ -47,9 +47,6 @@ SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_CONFIG_BYTES = 4 * 2**20
 
-# Each works alone: a team for every piece would be slower, and teams that wait hold up all.
-_workers = ThreadPoolExecutor(4, "adapter-worker", initializer=torch.set_num_threads, initargs=(1,))
-
 _log = logging.getLogger(__name__)
 
 
@@ -59,12 +56,13 @@ def read_adapter(
     *,
     max_rank: int,
     dtype: torch.dtype,
+    workers: Executor,
     base_weights: Mapping[str, Tensor] | None = None,
     base_model: str | None = None,
     on_stage: Callable[[str, float], None] = lambda stage, seconds: None,
 ) -> Adapter:
     """Read a PEFT LoRA folder, check it against the model, and return its canonical weights, those
-    of the rank that `specs` are for. The digest is that of the whole.
+    of the rank that `specs` are for. The digest is that of the whole. `workers` share the work.
 
     `base_weights` are the model's, named as in `BaseWeights`: copies of them in the file are
     compared with them, and DoRA and biases are worked out from them. Without them such a file is
@@ -83,7 +81,7 @@ def read_adapter(
     found = parse_tensors(config, others)
     check_not_empty(found, own)
     check_rank(found, max_rank)
-    with _hashed_meanwhile(found) as digest:
+    with _hashed_meanwhile(found, workers) as digest:
         check_finite(tensors)
         vocabulary = resolve_vocabulary(own, found.modules, base_weights, dtype)
         found = replace(found, modules=fit_modules(found.modules, own, whole))
@@ -91,7 +89,7 @@ def read_adapter(
         _warn_of_other_base(folder, config, base_model)
         check_copies(found.copies, base_weights)
         vectors = work_out_vectors(found, base_weights)
-        adapter = pack(found, vectors, specs, dtype, digest, _workers)
+        adapter = pack(found, vectors, specs, dtype, digest, workers)
     adapter = with_vocabulary(adapter, vocabulary)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)
@@ -99,9 +97,9 @@ def read_adapter(
 
 
 @contextmanager
-def _hashed_meanwhile(found: PeftTensors) -> Iterator[Callable[[], str]]:
+def _hashed_meanwhile(found: PeftTensors, workers: Executor) -> Iterator[Callable[[], str]]:
     """Gives its digest, which is waited for. What fails meanwhile is not hashed to its end."""
-    hashes = [_workers.submit(hash_part, part) for part in found.parts()]
+    hashes = [workers.submit(hash_part, part) for part in found.parts()]
     try:
         yield lambda: digest_of(each.result() for each in hashes)
     finally:

@@ -19,6 +19,7 @@ from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
 from support.adapters import edit_tensors, make_adapter
+from support.deltas import read
 from support.models import tiny_model
 
 ONE, TWO, THREE = AdapterId(1), AdapterId(2), AdapterId(3)
@@ -250,7 +251,7 @@ def test_concurrent_loads_and_releases_keep_the_books(
 def bounded(model: Path, num_adapters: float, adapter: Path) -> HostStore:
     """Room for so many adapters like this one."""
     specs = group_specs(load_config(model))
-    size = read_adapter(adapter, specs, max_rank=16, dtype=torch.float32).num_bytes
+    size = read(adapter, model).num_bytes
     max_bytes = int(num_adapters * size)
     return HostStore(specs, max_rank=16, dtype=torch.float32, max_bytes=max_bytes)
 

@@ -22,7 +22,7 @@ from lorakeet.lora.specs import group_specs
 from lorakeet.lora.tensor_file import TensorFileError, read_tensors
 from lorakeet.models.config import load_config
 from support.adapters import edit_tensors, make_adapter, tensors_of
-from support.deltas import assert_equals_peft, deltas, read
+from support.deltas import WORKERS, assert_equals_peft, deltas, read
 from support.models import tiny_model
 
 CONFIG, SAFETENSORS, PICKLE = (
@@ -370,6 +370,6 @@ def test_a_refused_adapter_is_not_hashed_to_its_end(
     monkeypatch.setattr(peft_files, "hash_part", hash_part)
     assert "NaN" in refusal(folder, model)
     gate.set()
-    for idle in [peft_files._workers.submit(int) for _ in range(100)]:
+    for idle in [WORKERS.submit(int) for _ in range(100)]:
         idle.result()
     assert len(hashed) <= 4  # one for each worker

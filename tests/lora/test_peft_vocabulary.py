@@ -13,6 +13,7 @@ from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.weights import load_model
 from support.adapters import edit_config, edit_tensors, make_adapter, tensors_of
+from support.deltas import WORKERS
 from support.models import VOCAB_SIZE, tiny_model
 from support.vocabularies import ADDED, GROWN, KINDS, SHRUNK, make_vocabulary_adapter
 
@@ -37,6 +38,7 @@ def read(folder: Path, model: Path, dtype: torch.dtype = torch.float32) -> Adapt
         group_specs(loaded.config),
         max_rank=16,
         dtype=dtype,
+        workers=WORKERS,
         base_weights=BaseWeights(loaded),
     )
 

@@ -1,7 +1,6 @@
 """What each rank holds, put together again by the design's table, is the whole: any shape."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from lorakeet.models.config import ModelConfig, UnsupportedModelError, load_conf
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.process_group import ProcessGroup
+from support.deltas import WORKERS
 from support.models import tiny_model
 
 Whole = dict[str, Tensor]
-WORKERS = ThreadPoolExecutor(2)
 
 
 @dataclass(frozen=True)

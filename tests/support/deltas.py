@@ -1,6 +1,7 @@
 """Adapters as read by Lorakeet, and the same from PEFT, as what they add to the weights."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lorakeet.models.weights import load_model
 from support.adapters import FolderState, folder_state, peft_model
 
 Tensors = dict[str, Tensor]
+WORKERS = ThreadPoolExecutor(4)
 
 
 def base_weights(model: Path) -> BaseWeights:
@@ -34,6 +36,7 @@ def read(folder: Path, model: Path, **options: Any) -> Adapter:
     defaults: dict[str, Any] = {
         "max_rank": 64,
         "dtype": torch.float32,
+        "workers": WORKERS,
         "base_weights": base_weights(model),
     }
     return read_adapter(folder, group_specs(load_config(model)), **(defaults | options))
