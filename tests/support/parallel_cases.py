@@ -24,6 +24,7 @@ from lorakeet.models.norm import RMSNorm
 from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
+from support.deltas import WORKERS
 from support.passes import Passes
 from support.ranks import CountingGroup
 
@@ -85,6 +86,7 @@ def _run_case(
             specs,
             max_rank=_MAX_RANK,
             dtype=model.dtype,
+            workers=WORKERS,
             base_weights=BaseWeights(model),
         )
         for name, folder in case.adapters.items()
