@@ -1,12 +1,13 @@
 """A training loop that pushes new versions of its adapter: Llama-3.1-8B's shape, through HTTP.
 
-    python benchmarks/swap.py [--versions 10]
+    python benchmarks/swap.py [--versions 10] [--streams 8]
     python benchmarks/swap.py --smoke      (tiny, on the CPU)
 
 Uploads one version after the other of an adapter of rank 16 on all seven projections (84 MB each)
 under one name, with `load_inplace`, while streams decode on it, and asks each new version for a
-token. The last line: the median time from the start of an upload to its reply, after which new
-requests use the new version, in milliseconds.
+token. Of all loads it prints the stages' means, as the server's metrics tell. The last line: the
+median time from the start of an upload to its reply, after which new requests use the new version,
+in milliseconds.
 """
 
 import argparse
@@ -17,11 +18,11 @@ from multiprocessing import Process
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import served
 from shapes import LLAMA_8B, TINY, projections, write_copies, write_model
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-STREAMS = 8
 PIECE = 2**20  # bytes
 
 
@@ -58,12 +59,14 @@ def keep_busy(url: str, num_tokens: int) -> None:
             ask(http, num_tokens)
 
 
-def push(url: str, folders: list[Path], stream_tokens: int) -> list[tuple[float, float]]:
+def push(
+    url: str, folders: list[Path], num_streams: int, stream_tokens: int
+) -> list[tuple[float, float]]:
     """For each version, the seconds of its upload and of its first request."""
     with httpx.Client(base_url=url, timeout=60) as http:
         upload(http, folders[0])
         ask(http, 1)
-        streams = [Process(target=keep_busy, args=(url, stream_tokens)) for _ in range(STREAMS)]
+        streams = [Process(target=keep_busy, args=(url, stream_tokens)) for _ in range(num_streams)]
         for stream in streams:
             stream.start()
         try:
@@ -75,9 +78,21 @@ def push(url: str, folders: list[Path], stream_tokens: int) -> list[tuple[float,
                 stream.join()
 
 
+def stage_seconds(url: str) -> dict[str, float]:
+    """Of a load, the mean of each stage."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    (load,) = [one for one in families if one.name == "lorakeet:adapter_load_seconds"]
+    sums, counts = (
+        {one.labels["stage"]: one.value for one in load.samples if one.name.endswith(end)}
+        for end in ("_sum", "_count")
+    )
+    return {stage: seconds / counts[stage] for stage, seconds in sums.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--versions", type=int, default=10)
+    parser.add_argument("--streams", type=int, default=8, help="that decode meanwhile")
     parser.add_argument("--port", type=int, default=8977)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
@@ -94,9 +109,11 @@ def main() -> None:
         folders = [root / "versions" / f"a{number}" for number in range(len(ranks))]
         options += ["--adapter-upload-dir", str(root / "uploads")]
         with served(model, options, root / "log", args.port) as url:
-            times = push(url, folders, 100 if args.smoke else 400)
+            times = push(url, folders, args.streams, 100 if args.smoke else 400)
+            stages = stage_seconds(url)
     uploads, firsts = ([1e3 * value for value in column] for column in zip(*times, strict=True))
     print(f"upload and swap, ms: median {statistics.median(uploads):.0f}, most {max(uploads):.0f}")
+    print("stages, ms:", ", ".join(f"{stage} {1e3 * s:.0f}" for stage, s in stages.items()))
     print(f"first token of the new version, ms: median {statistics.median(firsts):.0f}")
     print(f"from the start of an upload to its reply, median: {statistics.median(uploads):.0f} ms")
 

@@ -71,9 +71,8 @@ def pack(
     """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
 
     Modules and vectors are whole; laid out is what the rank of `specs` holds. Scale and DoRA's
-    factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last;
-    `workers` share the copying.
-    Raises AdapterError when a value is too large for `dtype`.
+    factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last,
+    `workers` share the copying. Raises AdapterError when a value is too large for `dtype`.
     """
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]

@@ -143,7 +143,9 @@ def _pieces_of(module: LoRAModule | BaseTensor) -> Iterator[bytes | memoryview]:
     yield f"{module.layer} {module.name} ".encode()
     if isinstance(module, LoRAModule):
         yield struct.pack("<d", module.scaling.scale)
-    tensors = module.tensors if isinstance(module, LoRAModule) else {"bias": module.tensor}
+        tensors = module.tensors
+    else:
+        tensors = {"bias": module.tensor}
     for part, tensor in tensors.items():
         yield f"{part} {_dtype_name(tensor)} {tuple(tensor.shape)} ".encode()
         yield tensor.contiguous().view(torch.uint8).numpy().ravel().data

@@ -309,6 +309,40 @@ print(torch.get_num_threads())
     assert int(output.stdout) == len(os.sched_getaffinity(0))
 
 
+def test_a_forked_process_reads_too(model: Path, adapters: list[Path]) -> None:
+    """It has none of its parent's threads."""
+    script = """
+import os
+import sys
+from pathlib import Path
+import torch
+from lorakeet.lora.adapter import AdapterId
+from lorakeet.lora.host_store import HostStore
+from lorakeet.lora.specs import group_specs
+from lorakeet.models.config import load_config
+model, adapter = map(Path, sys.argv[1:])
+specs = group_specs(load_config(model))
+
+def digest():
+    store = HostStore(specs, max_rank=16, dtype=torch.float32)
+    loads = [store.load(AdapterId(number), adapter) for number in range(40)]  # keep all busy
+    return loads[-1].result(30).digest
+
+own = digest()
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+print(own if child else digest())
+"""
+    command = [sys.executable, "-c", script, str(model), str(adapters[0])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=TIMEOUT
+    )
+    assert len(set(output.stdout.split())) == 1
+    assert len(output.stdout.split()) == 2
+
+
 def test_what_is_kept_or_pinned_stays(two: HostStore, adapters: list[Path]) -> None:
     two.update(ONE, [adapters[0]], pinned=True)
     assert two.make_room(lambda: {TWO}) == [THREE]

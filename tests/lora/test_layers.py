@@ -50,7 +50,7 @@ from lorakeet.models.weights import load_model
 from support.adapters import make_adapter, peft_logprobs
 from support.deltas import read
 from support.models import VOCAB_SIZE, tiny_model
-from support.passes import Passes
+from support.passes import Passes, plain_batch
 from support.pools import (
     SPECS,
     expected_delta,
@@ -110,21 +110,6 @@ def only_output(y: Tensor, delta: Delta | None) -> Tensor:
     """An epilogue that does nothing."""
     assert delta is None
     return y
-
-
-def plain_batch(num_tokens: int) -> ForwardBatch:
-    empty = torch.zeros(num_tokens, dtype=torch.int64)
-    return ForwardBatch(
-        token_ids=empty,
-        positions=empty,
-        kv_slots=empty,
-        query_starts=empty,
-        context_lens=empty,
-        block_tables=empty,
-        num_decodes=0,
-        max_query_len=1,
-        max_context_len=1,
-    )
 
 
 def with_lora(

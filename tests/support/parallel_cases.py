@@ -25,7 +25,7 @@ from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
 from support.deltas import WORKERS
-from support.passes import Passes
+from support.passes import Passes, plain_batch
 from support.ranks import CountingGroup
 
 Blend = tuple[tuple[str, float], ...]  # adapters by name, and their weights
@@ -157,20 +157,9 @@ def _with_lora(batch: ForwardBatch, slots: Sequence[Slot], pool: AdapterPool) ->
 
 def _add_norm(group: ProcessGroup) -> Tensor:
     """The norm and the sum of ones and a row-parallel layer's output in parts, as on CUDA."""
-    none, norm = torch.empty(0, dtype=torch.int32), RMSNorm(4, eps=0.0).bfloat16()
+    norm, none = RMSNorm(4, eps=0.0).bfloat16(), torch.empty(0)
     norm.weight.data.fill_(2.0)
-    batch = ForwardBatch(
-        token_ids=none,
-        positions=none,
-        kv_slots=none,
-        query_starts=none,
-        context_lens=none,
-        block_tables=none,
-        num_decodes=0,
-        max_query_len=0,
-        max_context_len=0,
-    )
-    ops = TritonOps(batch, (none, none), torch.bfloat16, group)
+    ops = TritonOps(plain_batch(0), (none, none), torch.bfloat16, group)
     y = torch.full((2, 5, 4), 1.5 * (group.rank + 1))
     return torch.stack(ops.add_norm(torch.ones(5, 4, dtype=torch.bfloat16), norm, y))
 

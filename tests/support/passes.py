@@ -13,6 +13,22 @@ from lorakeet.models.kv_cache import allocate_kv_cache
 from lorakeet.models.llama import LlamaForCausalLM
 
 
+def plain_batch(num_tokens: int) -> ForwardBatch:
+    """For layers and epilogues that look at nothing of it."""
+    empty = torch.zeros(num_tokens, dtype=torch.int64)
+    return ForwardBatch(
+        token_ids=empty,
+        positions=empty,
+        kv_slots=empty,
+        query_starts=empty,
+        context_lens=empty,
+        block_tables=empty,
+        num_decodes=0,
+        max_query_len=1,
+        max_context_len=1,
+    )
+
+
 class Passes:
     """Runs a model on named sequences and collects the logits of every token.
 

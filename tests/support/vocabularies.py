@@ -96,6 +96,7 @@ def add_tokens(folder: Path, *tokens: str, start: int = VOCAB_SIZE) -> Path:
 def _resized(model: Path, size: int) -> nn.Module:
     base = copy.deepcopy(base_model(model))
     if size != VOCAB_SIZE:
-        torch.manual_seed(0)  # new rows are drawn from the global generator
-        base.resize_token_embeddings(size, mean_resizing=False)  # type: ignore[operator]
+        with torch.random.fork_rng(devices=[]):  # new rows are drawn from the global generator
+            torch.manual_seed(0)
+            base.resize_token_embeddings(size, mean_resizing=False)  # type: ignore[operator]
     return base
