@@ -102,14 +102,14 @@ class TritonOps:
         group: ProcessGroup,
     ) -> None:
         # there is no Triton on some CPU platforms
-        from lorakeet.kernels import activation, norm, paged_attention
+        from lorakeet.kernels import activation, all_reduce_norm, norm, paged_attention
         from lorakeet.kernels import rotary as rotary_kernels
 
         self._batch = batch
         self._cos, self._sin = rotary
         self._dtype = dtype
         self._group = group
-        self._activation, self._norm = activation, norm
+        self._activation, self._norm, self._all_reduce_norm = activation, norm, all_reduce_norm
         self._rotary, self._attention = rotary_kernels, paged_attention
 
     def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
@@ -146,6 +146,10 @@ class TritonOps:
         return attended.flatten(1)
 
     def add_norm(self, residual: Tensor, norm: RMSNorm, y: Tensor) -> tuple[Tensor, Tensor]:
+        if (mailbox := self._group.mailbox) is not None and mailbox.takes(residual):
+            return self._all_reduce_norm.all_reduce_add_rms_norm(
+                y, residual, norm.weight, norm.eps, mailbox
+            )
         if self._group.size > 1:
             y = self._group.all_reduce(y if y.ndim == 2 else y.sum(0).to(self._dtype))
         return self._norm.add_rms_norm(y, residual, norm.weight, norm.eps)

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from lorakeet.kernels.mailbox import Mailbox, mailbox_shape
+
 logger = logging.getLogger(__name__)
 
 # the name that it has since torch 2.13
@@ -57,6 +59,7 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     one_shot: OneShotSum | None = None
+    mailbox: Mailbox | None = None  # of sums that an epilogue makes itself
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -116,21 +119,33 @@ def join(rank: int, size: int, address: str, device: torch.device, timeout: floa
             f"rank {rank} of {size} did not meet the others at {address}"
             f" within {timeout:.0f} seconds: {error}"
         ) from error
-    return ProcessGroup(rank, size, _one_shot(size, device))
+    return ProcessGroup(rank, size, *_shared_memory(size, device))
 
 
-def _one_shot(size: int, device: torch.device) -> OneShotSum | None:
-    """None where the ranks cannot all have it."""
+def _shared_memory(size: int, device: torch.device) -> tuple[OneShotSum, Mailbox] | tuple[()]:
+    """What is in memory that all ranks see; nothing where they cannot all have it."""
     if not _see_each_other(size, device):
-        return None
-    one_shot = None
+        return ()
+    shared: tuple[OneShotSum, Mailbox] | tuple[()] = ()
     try:
-        one_shot = OneShotSum(device)
+        shared = OneShotSum(device), _mailbox(device)
     except RuntimeError as error:  # not every container may share its GPUs' memory
         logger.warning("sums over GPUs go through NCCL alone: %s", error)
-    have_it = torch.tensor(int(one_shot is not None), device=device)
-    dist.all_reduce(have_it, dist.ReduceOp.MIN)
-    return one_shot if have_it else None
+    have_it = torch.tensor(int(bool(shared)), device=device)
+    dist.all_reduce(have_it, dist.ReduceOp.MIN)  # after it, all mailboxes are zeros
+    return shared if have_it else ()
+
+
+def _mailbox(device: torch.device) -> Mailbox:
+    """All ranks together."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, shape = group.rank(), mailbox_shape(group.size())
+    own = symmetric_memory.empty(shape, dtype=torch.int64, device=device).zero_()
+    handle = symmetric_memory.rendezvous(own, group)
+    boxes = [handle.get_remote_tensor(other, shape, own.dtype) for other in range(group.size())]
+    boxes[rank] = own  # which keeps all of them
+    return Mailbox(rank, boxes)
 
 
 def _see_each_other(size: int, device: torch.device) -> bool:

@@ -21,11 +21,11 @@ from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.norm import RMSNorm
-from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
 from support.deltas import WORKERS
-from support.passes import Passes, plain_batch
+from support.passes import Passes
+from support.passes import Passes, epilogues
 from support.ranks import CountingGroup
 
 Blend = tuple[tuple[str, float], ...]  # adapters by name, and their weights
@@ -157,11 +157,11 @@ def _with_lora(batch: ForwardBatch, slots: Sequence[Slot], pool: AdapterPool) ->
 
 def _add_norm(group: ProcessGroup) -> Tensor:
     """The norm and the sum of ones and a row-parallel layer's output in parts, as on CUDA."""
-    norm, none = RMSNorm(4, eps=0.0).bfloat16(), torch.empty(0)
+    norm = RMSNorm(4, eps=0.0).bfloat16()
     norm.weight.data.fill_(2.0)
-    ops = TritonOps(plain_batch(0), (none, none), torch.bfloat16, group)
+    residual = torch.ones(5, 4, dtype=torch.bfloat16)
     y = torch.full((2, 5, 4), 1.5 * (group.rank + 1))
-    return torch.stack(ops.add_norm(torch.ones(5, 4, dtype=torch.bfloat16), norm, y))
+    return torch.stack(epilogues(torch.bfloat16, group).add_norm(residual, norm, y))
 
 
 def _call_collectives(group: ProcessGroup) -> dict[str, Tensor]:

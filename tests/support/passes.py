@@ -11,6 +11,14 @@ from transformers import AutoModelForCausalLM
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import allocate_kv_cache
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.ops import TritonOps
+from lorakeet.models.process_group import ProcessGroup
+
+
+def epilogues(dtype: torch.dtype, group: ProcessGroup) -> TritonOps:
+    """Those of a pass of no tokens: for what needs no batch."""
+    none = torch.empty(0)
+    return TritonOps(plain_batch(0), (none, none), dtype, group)
 
 
 def plain_batch(num_tokens: int) -> ForwardBatch:

@@ -45,7 +45,7 @@ def _run(
     if device == "cuda":
         torch.cuda.set_device(own)
     group = join(rank, size, address, own, _TIMEOUT)
-    work(CountingGroup(group.rank, group.size, group.one_shot), *args)
+    work(CountingGroup(group.rank, group.size, group.one_shot, group.mailbox), *args)
     leave()
 
 
