@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.sums import check_sums
+from support.sums import check_norms, check_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,3 +14,8 @@ pytestmark = [
 
 def test_all_ranks_get_the_sum() -> None:
     run_ranks(2, check_sums, device="cuda")
+
+
+@pytest.mark.parametrize("num_parts", [None, 3])
+def test_all_ranks_get_the_norm_of_the_sum(num_parts: int | None) -> None:
+    run_ranks(2, check_norms, num_parts, device="cuda")
