@@ -28,6 +28,8 @@ from shapes import SHAPES
 from torch import Tensor
 
 from lorakeet.configs.settings import load
+from lorakeet.kernels.all_reduce_norm import all_reduce_add_rms_norm
+from lorakeet.kernels.norm import add_rms_norm
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from lorakeet.lora.row_tables import table_width
@@ -40,9 +42,10 @@ from lorakeet.models.ops import TritonOps
 from lorakeet.models.process_group import ProcessGroup, join
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
-SUM_ROWS = (1, 32, 128, 256)
+SUM_ROWS = (1, 8, 32, 128, 256)
 POINTS = "1:0,1:1,32:0,32:8,32:32,128:0,128:8,128:32"
 JOIN_SECONDS = 300.0
+EPS = 1e-5
 Results = dict[str, Any]
 
 
@@ -119,21 +122,24 @@ def kernels_of(step: Callable[[], object], repeats: int = 5) -> dict[str, tuple[
     return {name: (n // repeats, total / repeats) for name, (n, total) in sums.items()}
 
 
-def sums_of(group: ProcessGroup, hidden_size: int) -> dict[int, list[float]]:
-    """By rows of a hidden state in bfloat16: microseconds of a sum over the ranks, by NCCL and in
-    one shot, where it takes so many."""
-    found = {}
-    for rows in SUM_ROWS:
-        x = torch.zeros((rows, hidden_size), dtype=torch.bfloat16, device="cuda")
-        found[rows] = [sum_us(replace(group, one_shot=None).all_reduce, x)]
-        if group.one_shot is not None and group.one_shot.takes(x):
-            found[rows].append(sum_us(group.one_shot, x))
+def sums_of(group: ProcessGroup, x: Tensor) -> dict[str, float]:
+    """Microseconds of a sum of hidden states over the ranks, with the residual's and the norm that
+    follow: by NCCL, and in each other way that takes so many rows."""
+
+    def then_norm(add_up: Callable[[Tensor], Tensor]) -> float:
+        return repeated_us(lambda: add_rms_norm(add_up(x), x, x[0], EPS))
+
+    found = {"NCCL": then_norm(replace(group, one_shot=None).all_reduce)}
+    if group.one_shot is not None and group.one_shot.takes(x):
+        found["in one shot"] = then_norm(group.one_shot)
+    if (box := group.mailbox) is not None and box.takes(x):
+        found["in one kernel"] = repeated_us(lambda: all_reduce_add_rms_norm(x, x, x[0], EPS, box))
     return found
 
 
-def sum_us(add_up: Callable[[Tensor], object], x: Tensor, repeats: int = 64) -> float:
-    """Of one of many sums, one after the other in a graph."""
-    return 1e3 * median_ms(graph_of(lambda: [add_up(x) for _ in range(repeats)])) / repeats
+def repeated_us(call: Callable[[], object], repeats: int = 64) -> float:
+    """Of one of many calls, one after the other in a graph."""
+    return 1e3 * median_ms(graph_of(lambda: [call() for _ in range(repeats)])) / repeats
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -147,7 +153,10 @@ def run_rank(args: argparse.Namespace) -> None:
     bench = RankBench(TINY if args.smoke else SHAPES[args.model], device.type, context, group)
     results: Results = {"steps": {}, "kernels": {}, "sums": {}, **bench.gigabytes()}
     if device.type == "cuda" and group.size > 1:
-        results["sums"] = sums_of(group, bench.config.hidden_size)
+        for rows in SUM_ROWS:
+            shape = rows, bench.config.hidden_size
+            x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            results["sums"][rows] = sums_of(group, x)
     for point in args.points.split(","):
         step, _ = bench.point(point)
         results["steps"][point] = median_ms(step)
@@ -224,10 +233,10 @@ def report_kernels(size: int, point: str, kernels: dict[str, tuple[int, float]])
     print(f"collectives: {count} a step, {ms:.3f} of {total:.3f} ms in kernels ({ms / total:.1%})")
 
 
-def report_sums(size: int, sums: dict[str, list[float]]) -> None:
-    for rows, (nccl, *one_shot) in sums.items():
-        shot = "".join(f", in one shot {us:.1f}" for us in one_shot)
-        print(f"sum of {rows} rows over {size} ranks: NCCL {nccl:.1f} us{shot}")
+def report_sums(size: int, sums: dict[str, dict[str, float]]) -> None:
+    for rows, ways in sums.items():
+        listed = ", ".join(f"{name} {us:.1f} us" for name, us in ways.items())
+        print(f"sum of {rows} rows over {size} ranks, with its norm: {listed}")
 
 
 def parse_args() -> argparse.Namespace:
