@@ -24,7 +24,6 @@ from lorakeet.models.norm import RMSNorm
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
 from support.deltas import WORKERS
-from support.passes import Passes
 from support.passes import Passes, epilogues
 from support.ranks import CountingGroup
 
