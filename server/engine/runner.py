@@ -151,8 +151,8 @@ class Runner:
             self.sampling.add(self.rows.add(sequence), sequence)
         for slot in step.cleared:
             self.pool.clear_vocabulary(slot)
+        self._loads.start(step.loads)  # for later passes, beside which they are copied
         outputs = self._forward(step.sequences) if step.sequences else PassOutputs()
-        self._loads.start(step.loads)  # for later passes: this one comes first
         return partial(self._result, outputs)
 
     def shutdown(self) -> None:
