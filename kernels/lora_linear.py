@@ -31,6 +31,7 @@ _MIN_TOKENS = 32  # of a tile: fewer would be one more kernel to compile, and no
 _SHRINK_PROGRAMS = 128
 _SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
 _PROGRAMS = 96  # what fills most of a GPU
+_SUMMED_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -103,11 +104,14 @@ def _shrink(  # type: ignore[no-untyped-def]
         )
         place = m[:, None] * BLOCK_R + r[None, :]
         at = sums + tile * splits * (BLOCK_M * BLOCK_R) + place
-        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=near[:, None])
+        # whole blocks of rows that a token owns any of: what is wanted, in wide loads
+        block = j[None, :] // _SUMMED_ROWS * _SUMMED_ROWS
+        wanted = (own_first[:, None] < block + _SUMMED_ROWS) & (own_last[:, None] > block)
+        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=wanted)
         tl.debug_barrier()
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1:
             tl.store(counters + tile, 0)
-            total = sum_parts(at, splits, near[:, None], BLOCK_M, BLOCK_R)
+            total = sum_parts(at, splits, wanted, BLOCK_M, BLOCK_R)
             own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)

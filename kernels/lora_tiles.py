@@ -66,7 +66,7 @@ def sum_parts(  # type: ignore[no-untyped-def]
 ):
     """What other programs have left at `at` (M, R), part by part: in one order, whoever is last."""
     total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
-    for part in range(parts):
+    for part in tl.range(0, parts, num_stages=4):
         part_at = at + part * (BLOCK_M * BLOCK_R)
         total += tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
     return total
