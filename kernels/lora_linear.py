@@ -3,7 +3,8 @@
 
 The first programs of the grid are the shrink; they run while the others read the layer's weights.
 Those add the expand to the tile that they hold, when the shrink's programs have all arrived. So
-LoRA costs its bytes: no launch, and no second pass over y.
+LoRA costs its bytes: no launch, and no second pass over y. Weights and x come in tiles by the GPU's
+copy engine (TMA), where it has one: that is what makes the products as fast as cuBLAS's.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakeet.kernels.lora_tiles import (
     find_slice,
@@ -27,7 +29,8 @@ from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
 MAX_TOKENS = 128
 MAX_SPLITS = 4
 MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
-_MIN_TOKENS = 32  # of a tile: fewer would be one more kernel to compile, and no faster
+_MIN_TOKENS = 16  # of a tile: what a product takes at least
+_ALIGNMENT = 16  # bytes, of rows that are copied in tiles
 _SHRINK_PROGRAMS = 128
 _SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
 _PROGRAMS = 96  # what fills most of a GPU
@@ -107,11 +110,15 @@ def _shrink(  # type: ignore[no-untyped-def]
         # whole blocks of rows that a token owns any of: what is wanted, in wide loads
         block = j[None, :] // _SUMMED_ROWS * _SUMMED_ROWS
         wanted = (own_first[:, None] < block + _SUMMED_ROWS) & (own_last[:, None] > block)
-        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=wanted)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1:
-            tl.store(counters + tile, 0)
-            total = sum_parts(at, splits, wanted, BLOCK_M, BLOCK_R)
+        is_last = splits == 1
+        if splits > 1:
+            tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=wanted)
+            tl.debug_barrier()
+            is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+        if is_last:
+            if splits > 1:
+                tl.store(counters + tile, 0)
+                total = sum_parts(at, splits, wanted, BLOCK_M, BLOCK_R)
             own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)
@@ -139,7 +146,8 @@ def _add_expanded(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_tokens", "splits", "most_shrink_splits"])
 def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     x,
-    w,
+    x_tiles,
+    w_tiles,
     bias,
     y,
     num_tokens,
@@ -148,7 +156,6 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     splits,
     split_size,
     x_stride,
-    w_stride,
     a,
     b,
     h,
@@ -236,21 +243,11 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     own_last = tl.load(last + m, mask=in_batch, other=0)
     magnitude = tl.load(magnitudes + m, mask=in_batch, other=-1)
 
-    k = tl.arange(0, BLOCK_K)
     k_last = tl.minimum((split + 1) * split_size, input_size)
-    w_at = w + n.to(tl.int64)[:, None] * w_stride + k[None, :]
-    x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for k0 in tl.range(split * split_size, k_last, BLOCK_K, num_stages=STAGES):
-        w_mask = in_slice[:, None]
-        x_mask = in_batch[None, :]
-        if not EVEN_K:
-            in_part = k0 + k < k_last
-            w_mask = w_mask & in_part[None, :]
-            x_mask = x_mask & in_part[:, None]
-        w_tile = tl.load(w_at + k0, mask=w_mask, other=0.0)
-        x_tile = tl.load(x_at + k0, mask=x_mask, other=0.0)
-        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        w = w_tiles.load([slice_start + tile * BLOCK_N, k0])  # past the end are zeros
+        total = tl.dot(w, x_tiles.load([0, k0]).T, total, input_precision="ieee")
 
     if bias is not None:
         values = tl.load(bias + n, mask=in_slice, other=0.0).to(tl.float32)
@@ -286,6 +283,14 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
 
 
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `lora_linear` takes so many rows of x, up to MAX_TOKENS, and rows that lie so."""
+    return len(x) <= MAX_TOKENS and all(
+        values.data_ptr() % _ALIGNMENT == values.stride(0) * values.itemsize % _ALIGNMENT == 0
+        for values in (x, weight)
+    )
+
+
 def lora_linear(
     x: Tensor,
     weight: Tensor,
@@ -301,7 +306,7 @@ def lora_linear(
     h[t, j] = scales[j] · a[rows[j]] · x[t] + offsets[j], for j in the token's own range; slice by
     slice.
 
-    x: (T, in), T up to MAX_TOKENS; weight: (out, in); bias: (out,) or None; a: (slices, rows, in);
+    x: (T, in) and weight: (out, in), that it `takes`; bias: (out,) or None; a: (slices, rows, in);
     b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are equal;
     arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, one for
     each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
@@ -311,7 +316,7 @@ def lora_linear(
     num_tokens, input_size = x.shape
     output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)
     first_size, other_size = slice_sizes[0], slice_sizes[-1]
-    assert num_tokens <= MAX_TOKENS
+    assert takes(x, weight)
     assert num_rows >= MIN_ROOM
     assert len(counters) >= triton.cdiv(num_rows, ROWS_AT_ONCE) * num_slices
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
@@ -329,11 +334,12 @@ def lora_linear(
     parts, h_dtype = h_form(b.dtype)
     h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
     h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
-    num_sums = max(_SHRINK_PROGRAMS, row_tiles * num_slices)
-    sums = torch.empty((num_sums, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device)
+    sums_shape = (_SHRINK_PROGRAMS, block_m, ROWS_AT_ONCE)
+    sums = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
     _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
         x,
-        weight,
+        TensorDescriptor.from_tensor(x, [block_m, tiles.inputs]),
+        TensorDescriptor.from_tensor(weight, [tiles.outputs, tiles.inputs]),
         bias,
         y,
         num_tokens,
@@ -342,7 +348,6 @@ def lora_linear(
         splits,
         split_size,
         x.stride(0),
-        weight.stride(0),
         a,
         b,
         h,
@@ -372,7 +377,7 @@ def lora_linear(
         BLOCK_K=tiles.inputs,
         BLOCK_R=ROWS_AT_ONCE,
         SHRINK_K=tiles.shrink_inputs,
-        EVEN_K=input_size % max(tiles.inputs, tiles.shrink_inputs) == 0,
+        EVEN_K=input_size % tiles.shrink_inputs == 0,
         STAGES=tiles.stages,
         SHRINK_STAGES=tiles.shrink_stages,
         EXPAND_STAGES=tiles.expand_stages,

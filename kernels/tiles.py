@@ -7,6 +7,7 @@ import torch
 from triton.runtime import driver
 
 ROWS_AT_ONCE = 64  # rank rows of a tile
+_FEWEST_STAGES = 3  # that hide what a tile takes to come
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,16 @@ def linear_tiles(
     block_m: int, output_size: int, itemsize: int, shared_memory: int | None
 ) -> LinearTiles:
     """Two programs of up to 64 tokens fit on a multiprocessor of an H200. With less
-    `shared_memory`, in bytes for a program, fewer tiles are in flight; None: no limit."""
+    `shared_memory`, in bytes for a program, fewer or smaller tiles are in flight.
+    None: no limit."""
     tiles = _measured(block_m, output_size, itemsize)
     if shared_memory is None:
         return tiles
     row = (block_m + tiles.outputs) * tiles.inputs * itemsize
+    if shared_memory < _FEWEST_STAGES * row:
+        tiles, row = replace(tiles, inputs=tiles.inputs // 2), row // 2
     shrink_row = (block_m + ROWS_AT_ONCE) * tiles.shrink_inputs * itemsize
-    expand_row = (2 * block_m + tiles.outputs) * ROWS_AT_ONCE * itemsize  # h may be in two parts
+    expand_row = (2 * block_m + tiles.outputs) * ROWS_AT_ONCE * itemsize  # h may be float32
     return replace(
         tiles,
         stages=max(1, min(tiles.stages, shared_memory // row)),
@@ -56,5 +60,5 @@ def _measured(block_m: int, output_size: int, itemsize: int) -> LinearTiles:
     if block_m <= 32:
         return LinearTiles(64, 128, 4, 4, 128, 3)
     if block_m <= 64:
-        return LinearTiles(128, 64, 4, 8, 128, 3) if is_wide else LinearTiles(64, 64, 6, 4, 128, 3)
-    return LinearTiles(128, 64, 5, 8, 64, 5)
+        return LinearTiles(128, 64, 4, 4, 128, 3) if is_wide else LinearTiles(64, 64, 6, 4, 128, 3)
+    return LinearTiles(128, 64, 5, 8, 64, 5) if is_wide else LinearTiles(64, 128, 4, 4, 64, 5)

@@ -10,7 +10,7 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
+from lorakeet.kernels.lora_linear import lora_linear, takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
@@ -32,7 +32,7 @@ class TritonBackend:
     ) -> Tensor:
         if weights.group not in batch.rank_rows:
             return layer.product(x)
-        if len(x) <= MAX_TOKENS:
+        if takes(x, layer.weight):
             return self._small_linear(layer, x, weights, batch)
         y, delta = self._product_and_delta(layer, x, weights, batch)
         sgemm_lora_b(y, delta, weights.slice_sizes)
@@ -43,7 +43,7 @@ class TritonBackend:
     ) -> tuple[Tensor, Delta | None]:
         if weights.group not in batch.rank_rows:
             return layer.product(x), None
-        if len(x) <= MAX_TOKENS:
+        if takes(x, layer.weight):
             return self._small_linear(layer, x, weights, batch), None
         return self._product_and_delta(layer, x, weights, batch)
 

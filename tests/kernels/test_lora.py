@@ -11,9 +11,9 @@ from lorakeet.kernels import lora_linear as decode
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear
+from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
-from support.lora_cases import POPULARITIES, LoRACase, lora_case, popularity
+from support.lora_cases import POPULARITIES, LoRACase, assert_rounded, lora_case, popularity
 
 RANKS = (1, 5, 8, 16, 3, 33)
 SLICES = {"linear": (24,), "qkv": (21, 9, 9), "gate_up": (19, 19)}
@@ -59,14 +59,8 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32 if values.dtype.itemsize == 4 else torch.int16)
 
 
-def assert_y_close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """One rounding of y; h counts with 16 bits in bfloat16, with tf32's 11 in float16."""
-    rtol, atol = {
-        torch.float32: (1e-5, 1e-5),
-        torch.bfloat16: (2**-8, 4e-3),
-        torch.float16: (2**-10, 6e-3),
-    }[dtype]
-    torch.testing.assert_close(actual.double(), exact, rtol=rtol, atol=atol)
+def assert_y_close(actual: Tensor, exact: Tensor, case: LoRACase) -> None:
+    assert_rounded(actual.to(case.x.dtype), exact, case.rounding())
 
 
 @pytest.mark.usefixtures("tiles")
@@ -78,8 +72,8 @@ def test_every_mix_of_adapters(
 ) -> None:
     slots = popularity(name, num_tokens, len(RANKS))
     case = lora_case(slots, RANKS, slice_sizes=SLICES[kind], device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -87,8 +81,8 @@ def test_every_mix_of_adapters(
 def test_input_sizes(input_size: int, device: str, dtype: torch.dtype) -> None:
     """Of which the larger ones are summed in parts."""
     case = lora_case([1, 0, 2], (8, 3), input_size=input_size, device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -97,15 +91,15 @@ def test_lists_longer_than_a_tile(num_tokens: int, device: str, dtype: torch.dty
     ranks = [9] * 40
     slots = [1 + token % len(ranks) for token in range(num_tokens)]
     case = lora_case(slots, ranks, room=512, device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
 def test_one_adapter_of_many_tokens_and_rows(device: str, dtype: torch.dtype) -> None:
     """Its rows are in several tiles, and its tokens too."""
     case = lora_case([1] * 70 + [2] * 70, (70, 130), device=device, dtype=dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -116,7 +110,7 @@ def test_adapters_rows_in_as_many_tiles_as_can_be(
     """From the last row of one tile to the first of another; and tiles of tokens share them."""
     slots = [1, *[2] * 130, *[len(ranks)] * 70]
     case = lora_case(slots, ranks, slice_sizes=(9, 5, 5), device=device, dtype=dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -126,15 +120,15 @@ def test_a_token_with_several_tiles_of_rows(
 ) -> None:
     slots = [*range(len(ranks) + 1), len(ranks), 0, 1]
     case = lora_case(slots, ranks, room=300, slice_sizes=(21, 9, 9), device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.parametrize("num_tokens", [129, 192, 200, 256, 513])
 def test_passes_past_those_of_decode(num_tokens: int, device: str, dtype: torch.dtype) -> None:
     slots = popularity("with_base", num_tokens, len(RANKS))
     case = lora_case(slots, RANKS, slice_sizes=(9, 5, 5), device=device, dtype=dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.usefixtures("tiles")
@@ -144,8 +138,8 @@ def test_slices_narrower_and_wider_than_a_tile(
 ) -> None:
     slots = popularity("with_base", 9, len(RANKS))
     case = lora_case(slots, RANKS, slice_sizes=slice_sizes, device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
-    assert_y_close(expanded(case), case.exact(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
+    assert_y_close(expanded(case), case.exact(), case)
 
 
 @pytest.mark.parametrize("programs", [1, 3, 128])
@@ -155,7 +149,7 @@ def test_however_many_programs_share_a_shrink(
     monkeypatch.setattr(decode, "_SHRINK_PROGRAMS", programs)
     slots, sizes = popularity("uniform", 9, len(RANKS)), (9, 5, 5)
     case = lora_case(slots, RANKS, input_size=1100, slice_sizes=sizes, device=device, dtype=dtype)
-    assert_y_close(linear(case), case.exact_linear(), dtype)
+    assert_y_close(linear(case), case.exact_linear(), case)
 
 
 def test_without_a_bias(device: str, dtype: torch.dtype) -> None:
@@ -164,7 +158,7 @@ def test_without_a_bias(device: str, dtype: torch.dtype) -> None:
     y = lora_linear(case.x, case.weight, None, case.a, case.b, *args)
     y = y.sum(0) if y.dim() == 3 else y
     without = replace(case, bias=torch.zeros_like(case.bias))
-    assert_y_close(y, without.exact_linear(), dtype)
+    assert_y_close(y, without.exact_linear(), case)
 
 
 def test_what_a_slot_lists_beside_its_rows_counts(device: str, dtype: torch.dtype) -> None:
@@ -249,12 +243,12 @@ def test_embedding(name: str, device: str, dtype: torch.dtype) -> None:
     embedding_lora(y, case.token_ids, case.a[0], case.b, case.rank_rows)
     args = (case.token_ids, case.a[0], case.b, case.rank_rows)
     exact = reference.embedding_lora(case.y, *args, dtype=torch.float64)
-    assert_y_close(y, exact, dtype)
+    assert_y_close(y, exact, case)
 
 
 def test_non_contiguous_input(device: str, dtype: torch.dtype) -> None:
     case = lora_case([1, 2, 0], (8, 5), device=device, dtype=dtype)
-    wide = torch.full((3, 50), torch.nan, device=device, dtype=dtype)
+    wide = torch.full((3, 56), torch.nan, device=device, dtype=dtype)
     wide[:, :40] = case.x
     wide_y = torch.full((3, 30), torch.nan, device=device, dtype=dtype)
     wide_y[:, :24] = case.y
@@ -264,3 +258,13 @@ def test_non_contiguous_input(device: str, dtype: torch.dtype) -> None:
     assert wide_y[:, 24:].isnan().all()
     assert torch.equal(linear(view), linear(case))
     assert torch.equal(expanded(view), expanded(case))
+
+
+def test_what_the_kernel_of_few_rows_takes(device: str, dtype: torch.dtype) -> None:
+    """Few rows, which start at whole 16 bytes."""
+    weight = torch.zeros(8, 64, device=device, dtype=dtype)
+    x = torch.zeros(MAX_TOKENS + 1, 72, device=device, dtype=dtype)
+    assert takes(x[:MAX_TOKENS, :64], weight)
+    assert not takes(x[:, :64], weight)
+    assert not takes(x[:4, 1:65], weight)
+    assert not takes(torch.zeros(4, 63, device=device, dtype=dtype), weight[:, :63])

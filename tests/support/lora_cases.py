@@ -53,6 +53,37 @@ class LoRACase:
         args = (self.x, self.weight, self.bias, self.a, self.b, self.rank_rows, self.slice_sizes)
         return reference.lora_linear(*args, dtype=torch.float64)
 
+    def rounding(self) -> Tensor:
+        """How far the rounding of every h, on its way from A to B, can move y: (T, out)."""
+        # bfloat16 keeps it in two parts; float16 meets it as tf32
+        unit = {torch.float32: 0.0, torch.bfloat16: 2**-16, torch.float16: 2**-10}[self.x.dtype]
+        zeros, listed = torch.zeros_like(self.y, dtype=torch.float64), self.rank_rows
+        for token, (first, last) in enumerate(
+            zip(listed.first.tolist(), listed.last.tolist(), strict=True)
+        ):
+            rows, x = listed.rows[first:last].long(), self.x[token].double()
+            scales, offsets = listed.scales[first:last], listed.offsets[first:last]
+            h = ((self.a[:, rows].double() @ x) * scales + offsets).abs()
+            columns = torch.split(self.b[rows].double().abs(), list(self.slice_sizes), 1)
+            zeros[token] = torch.cat([one @ each for one, each in zip(h, columns, strict=True)])
+        return unit * zeros
+
+
+def assert_rounded(actual: Tensor, exact: Tensor, rounding: Tensor | float = 0.0) -> None:
+    """`actual` is `exact`, rounded once, and off by `rounding` at most (and by what sums in float32
+    are)."""
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[actual.dtype]
+    error, most = (actual.double() - exact).abs(), 3e-5 + rtol * exact.abs() + rounding
+    assert (error <= most).all(), f"{float((error / most).max()):.2f} of the error that may be"
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """The same values (N, K), in rows that start at whole 16 bytes; NaN between them."""
+    width = -(-rows.shape[1] // 8) * 8
+    wide = torch.full((len(rows), width), torch.nan, dtype=rows.dtype, device=rows.device)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
+
 
 def lora_case(
     slots: Sequence[int],
@@ -68,7 +99,8 @@ def lora_case(
 ) -> LoRACase:
     """`ranks[i]` is the rank in slot i + 1. Pool rows of no adapter are NaN, and so are scales and
     offsets past the list. Rows have scales and offsets unless `plain`, every third slot has
-    magnitudes. Weights are scaled so that deltas are about 1 in size.
+    magnitudes. Weights are scaled so that deltas are about 1 in size. Rows of x and of weight start
+    at whole 16 bytes.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,9 +131,9 @@ def lora_case(
         values[len(arrays.rows) :] = torch.nan
     outputs = sum(slice_sizes)
     return LoRACase(
-        x=normal(len(slots), input_size).to(device, dtype),
+        x=aligned(normal(len(slots), input_size).to(device, dtype)),
         token_ids=torch.randint(input_size, (len(slots),), generator=generator).to(device),
-        weight=normal(outputs, input_size, scale=input_size**-0.5).to(device, dtype),
+        weight=aligned(normal(outputs, input_size, scale=input_size**-0.5).to(device, dtype)),
         bias=normal(outputs).to(device, dtype),
         a=a.to(device, dtype),
         b=b.to(device, dtype),
