@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec, GroupWeights
-from lorakeet.lora.host_memory import zeros
+from lorakeet.lora.host_memory import Pages
 from lorakeet.lora.peft_tensors import BaseTensor, LoRAModule, PeftTensors, all_finite
 from lorakeet.lora.vectors import Vectors
 
@@ -67,8 +67,10 @@ def pack(
     dtype: torch.dtype,
     digest: Callable[[], str],
     workers: Executor,
+    device: torch.device,
 ) -> Adapter:
-    """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory.
+    """Lay the modules, which fit the model, out as `GroupWeights`, all in one block of host memory,
+    which is pinned for `device` if that is a GPU.
 
     Modules and vectors are whole; laid out is what the rank of `specs` holds. Scale and DoRA's
     factor are multiplied into B in float32, before the rounding to `dtype`. `digest` is asked last,
@@ -77,7 +79,7 @@ def pack(
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
     shapes = [shape for plan in plans for shape in plan.shapes.values()]
-    block, views = _allocate(shapes, dtype)
+    pages, block, views = _allocate(shapes, dtype)
     groups, writes, remaining = {}, [], iter(views)
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
@@ -91,6 +93,8 @@ def pack(
         pass  # the first failure is raised here, what has not begun is left
     if plans and not all_finite(block):
         raise AdapterError(_too_large(plans, groups))
+    if device.type == "cuda":
+        pages.pin(device)
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
     return Adapter(
         digest=digest(),
@@ -155,16 +159,22 @@ class _Run:
         return weights.a[layers, slices, :rank], weights.b[layers, :rank, columns]
 
 
-def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """One block of zeros, and a view of each shape into it."""
+def _allocate(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> tuple[Pages, Tensor, list[Tensor]]:
+    """Pages, as one block of zeros, and a view of each shape into it."""
     unit = _ALIGNMENT // dtype.itemsize
     sizes = [torch.Size(shape).numel() for shape in shapes]
     padded = [-(-size // unit) * unit for size in sizes]
-    block = zeros(sum(padded) * dtype.itemsize).view(dtype)
+    num_bytes = sum(padded) * dtype.itemsize
+    pages = Pages(num_bytes)
+    block = pages.tensor(num_bytes).view(dtype)
     parts = torch.split(block, padded)
-    return block, [
-        part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)
-    ]
+    return (
+        pages,
+        block,
+        [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)],
+    )
 
 
 def _write(run: _Run, vectors: Vectors, spec: GroupSpec, a: Tensor, b: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, GroupSpec
+from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_files import read_adapter
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
     """Each works alone: the pieces are small, and teams of threads that wait for each other hold up
     all."""
     return ThreadPoolExecutor(count, name, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def _let_go(adapter: Adapter) -> None:
+    """To unpin and free it is long work: it falls to the thread that has held it last."""
 
 
 class Replicas(Protocol):
@@ -79,6 +84,7 @@ class HostStore:
         *,
         max_rank: int,
         dtype: torch.dtype,
+        device: torch.device = CPU,
         max_bytes: int | None = None,
         base_weights: Mapping[str, Tensor] | None = None,
         base_model: str | None = None,
@@ -91,6 +97,7 @@ class HostStore:
         self._specs = tuple(specs)
         self._max_rank = max_rank
         self._dtype = dtype
+        self._device = device
         self._base_weights = base_weights
         self._base_model = base_model
         self._replicas = replicas
@@ -247,6 +254,7 @@ class HostStore:
             return 0
         del self._references[adapter.digest], self._by_digest[adapter.digest]
         self._num_bytes -= adapter.num_bytes
+        self._workers.submit(_let_go, adapter)
         return adapter.num_bytes
 
     # --- on a reader thread ---
@@ -285,6 +293,7 @@ class HostStore:
                 max_rank=self._max_rank,
                 dtype=self._dtype,
                 workers=self._workers,
+                device=self._device,
                 base_weights=self._base_weights,
                 base_model=self._base_model,
                 on_stage=seconds.__setitem__,

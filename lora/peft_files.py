@@ -24,6 +24,7 @@ from torch import Tensor
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterNotFoundError, GroupSpec
 from lorakeet.lora.base_weights import check_copies
 from lorakeet.lora.canonical import check_fit, check_rank, pack
+from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_config import CONFIG_NAME, PeftConfig, parse_config, shorten
 from lorakeet.lora.peft_tensors import (
     PeftTensors,
@@ -57,12 +58,14 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
     workers: Executor,
+    device: torch.device = CPU,
     base_weights: Mapping[str, Tensor] | None = None,
     base_model: str | None = None,
     on_stage: Callable[[str, float], None] = lambda stage, seconds: None,
 ) -> Adapter:
     """Read a PEFT LoRA folder, check it against the model, and return its canonical weights, those
     of the rank that `specs` are for. The digest is that of the whole. `workers` share the work.
+    `device`: to which the weights will be copied.
 
     `base_weights` are the model's, named as in `BaseWeights`: copies of them in the file are
     compared with them, and DoRA and biases are worked out from them. Without them such a file is
@@ -89,7 +92,7 @@ def read_adapter(
         _warn_of_other_base(folder, config, base_model)
         check_copies(found.copies, base_weights)
         vectors = work_out_vectors(found, base_weights)
-        adapter = pack(found, vectors, specs, dtype, digest, workers)
+        adapter = pack(found, vectors, specs, dtype, digest, workers, device)
     adapter = with_vocabulary(adapter, vocabulary)
     adapter = _with_invocation(adapter, config.alora_invocation_tokens)
     on_stage("check", time.monotonic() - read)

@@ -9,14 +9,13 @@ the list: its A is zero and its offset 1, so that B is what is added. DoRA's mag
 row too, `magnitude_rows[slot]`, outside the list: y_base is first multiplied by 1 + B of that row.
 
 Order of streams on CUDA. The caller's current stream, on which the model runs, only reads the pool.
-Everything that changes its tensors runs on the pool's own copy stream, launched by the pool's own
-thread: to copy an adapter out of pageable memory is long work for the host, and the caller has
-passes to launch. One thread takes the copies one after the other, so they are made in call order
-(rows that change hands twice end up with their last tenant), and only one has temporary memory on
-the device at a time. A copy waits for those passes, launched before the call, that read its rows
-for an earlier tenant, and for no others; a pass launched later must not read them.
-A pass may use a slot once `PoolWrite.done()` has been true, or after `PoolWrite.wait()`; passes on
-other slots run on beside the copy, since they read other rows.
+Everything that changes its tensors runs on the pool's own copy stream, launched and waited for by
+the pool's own thread: the caller has passes to launch. It takes the copies one after the other, so
+they are made in call order (rows that change hands twice end up with their last tenant), and only
+one has temporary memory on the device at a time. A copy waits for those passes, launched before the
+call, that read its rows for an earlier tenant, and for no others; a pass launched later must not
+read them. A pass may use a slot once its write is done; passes on other slots run on beside the
+copy, since they read other rows.
 
 The tables, and which passes read which rows, are plain host state from which passes are built. They
 change in the caller's thread, at the call: ahead of the weights, which is why a slot waits for its
@@ -61,38 +60,6 @@ class LayerWeights:
     slice_sizes: tuple[int, ...]
     group: str
     number: int  # among all layers of the pool
-
-
-@dataclass(frozen=True)
-class PoolWrite:
-    """A copy under way, or behind others that are.
-
-    Both methods raise what the copy has raised, torch's RuntimeError for example when memory is
-    short. Then no pass may use the slot, and nobody need wait for its rows.
-    """
-
-    launched: Future[torch.cuda.Event | None]  # by the pool's thread; None: it is complete
-
-    @staticmethod
-    def complete() -> "PoolWrite":
-        """There was nothing to copy."""
-        launched: Future[torch.cuda.Event | None] = Future()
-        launched.set_result(None)
-        return PoolWrite(launched)
-
-    def done(self) -> bool:
-        """Whether the copy has completed; never blocks."""
-        if not self.launched.done():
-            return False
-        event = self.launched.result()
-        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Let what is launched next on the current stream run after the copy. Blocks until the
-        pool's thread has launched it, and so all copies before it."""
-        event = self.launched.result()
-        if event is not None:
-            event.wait()
 
 
 class AdapterPool:
@@ -153,16 +120,17 @@ class AdapterPool:
         return sum(spec.num_layers for spec in self.specs.values())
 
     @torch.inference_mode()
-    def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> PoolWrite:
+    def write(self, slot: Slot, rows: Sequence[int], adapter: Adapter) -> Future[None]:
         """Clear a slot, then start to copy an adapter into it and into `adapter.num_rows` rows.
 
-        Returns at once; on the CPU the copy is then complete. Until it is, the adapter is held, and
-        must not change. Slot and rows may be given to another adapter even before: copies are made
-        in call order. Where the adapter has nothing for one of its rows, in any layer, that row is
-        zeros.
+        Returns at once; the future is done when the copy is complete, on the CPU that is now. Until
+        then the adapter is held, and must not change. Slot and rows may be given to another adapter
+        even before: copies are made in call order. Where the adapter has nothing for one of its
+        rows, in any layer, that row is zeros.
         Raises ValueError for a slot, rows or an adapter that do not fit the pool, and RuntimeError
-        when there is no memory for a vocabulary; what goes wrong in the copy is the `PoolWrite`'s
-        to tell. The caller then clears the slot.
+        when there is no memory for a vocabulary. The future raises what goes wrong in the copy,
+        RuntimeError for example when memory is short: then no pass may use the slot, and the caller
+        clears it.
         """
         self._check(slot, rows, adapter)
         self.clear(slot)
@@ -171,10 +139,10 @@ class AdapterPool:
         readers = self._readers.of(rows)  # of passes so far: those to come do not read these rows
         self.tables.set(slot, rows, adapter)
         self._readers.set_slot(slot, rows)
-        return PoolWrite(self._writer.start(rows, adapter, readers, fill_vocabulary))
+        return self._writer.start(rows, adapter, readers, fill_vocabulary)
 
     @torch.inference_mode()
-    def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> PoolWrite:
+    def write_blend(self, slot: Slot, parts: Sequence[tuple[Slot, int, float]]) -> None:
         """Clear a slot, then let it list the rows of other slots' adapters: no weight is copied.
 
         `parts`: slot, number of rows and weight of each adapter; the slot's delta is the weighted
@@ -191,7 +159,6 @@ class AdapterPool:
         self.tables.blend(slot, parts)
         rows = [row for part_slot, _, _ in parts for row in self._readers.rows_of(part_slot)]
         self._readers.set_slot(slot, rows)
-        return PoolWrite.complete()
 
     def close(self) -> None:
         """End the pool's thread: after the copy that it is at, those behind it are dropped. Nothing

@@ -41,13 +41,13 @@ class RowWriter:
         adapter: Adapter,
         readers: Collection[torch.cuda.Event],
         fill_vocabulary: Callable[[], None],
-    ) -> Future[torch.cuda.Event | None]:
+    ) -> Future[None]:
         """Start to copy an adapter into these rows, once the `readers` have read them.
 
-        The future is done when the copy has been launched, after all that were started before it;
-        the event is the copy's end, None: it has ended. The adapter is held until then.
+        The future is done when the copy is complete, and all that were started before it. The
+        adapter is held until then.
         """
-        copy = partial(self._launch, [*rows], adapter, readers, fill_vocabulary)
+        copy = partial(self._copy, [*rows], adapter, readers, fill_vocabulary)
         return self._thread.submit(_keeping_nothing, copy)
 
     def close(self) -> None:
@@ -55,28 +55,29 @@ class RowWriter:
         self._thread.shutdown(cancel_futures=True)
 
     @torch.inference_mode()  # a matter of each thread, as the current stream is
-    def _launch(
+    def _copy(
         self,
         rows: Sequence[int],
         adapter: Adapter,
         readers: Collection[torch.cuda.Event],
         fill_vocabulary: Callable[[], None],
-    ) -> torch.cuda.Event | None:
-        """What is staged comes to the device beside the readers. It is freed on return: memory that
-        the next copy gets, which comes after this one on the stream too. So all copies together
-        never have more than one adapter's staged weights on the device."""
+    ) -> None:
+        """What is staged comes to the device beside the readers. It is freed on return, so all
+        copies together never have more than one adapter's staged weights on the device."""
         with self._copies.use():
-            groups = {name: self._stage(weights) for name, weights in adapter.groups.items()}
-            fill_vocabulary()
-            own = _split_rows(self._stage_ids(rows), adapter)
-            self._copies.wait(readers)
-            for name, is_zero in self._is_zero.items():
-                weights = groups.get(name)
-                if weights is not None or not is_zero[rows].all():
-                    is_zero[rows] = False  # also if this fails half-way
-                    self._write_group(name, own, weights)
-                    is_zero[rows] = weights is None
-            return self._copies.record()
+            try:
+                groups = {name: self._stage(weights) for name, weights in adapter.groups.items()}
+                fill_vocabulary()
+                own = _split_rows(self._stage_ids(rows), adapter)
+                self._copies.wait(readers)
+                for name, is_zero in self._is_zero.items():
+                    weights = groups.get(name)
+                    if weights is not None or not is_zero[rows].all():
+                        is_zero[rows] = False  # also if this fails half-way
+                        self._write_group(name, own, weights)
+                        is_zero[rows] = weights is None
+            finally:
+                self._copies.synchronize()  # the device reads the adapter's own memory
 
     def _stage(self, weights: GroupWeights) -> GroupWeights:
         """The same on the device."""
@@ -119,10 +120,10 @@ class RowWriter:
         return self._staging.to_device(torch.tensor(ids, dtype=torch.int64))
 
 
-def _keeping_nothing(copy: Callable[[], torch.cuda.Event | None]) -> torch.cuda.Event | None:
+def _keeping_nothing(copy: Callable[[], None]) -> None:
     """Who has the error of a copy would have what lies on the device, which the next may need."""
     try:
-        return copy()
+        copy()
     except Exception as error:
         traceback.clear_frames(error.__traceback__)
         del copy

@@ -1,4 +1,4 @@
-"""Large tensors on their way from pageable memory to the device."""
+"""Large tensors on their way from host memory to the device."""
 
 from collections import deque
 
@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 _BUFFER_BYTES = 2**23  # larger pieces: the thread that copies them has to wait less for its turn
-_NUM_BUFFERS = 32
+_NUM_BUFFERS = 4
 
 
 class Staging:
-    """Pinned buffers, 256 MiB, that tensors go through piece by piece.
+    """Pinned buffers that tensors in pageable memory go through, piece by piece. Pinned ones need
+    none: the device copies them by itself.
 
-    All are taken at the start: to pin memory later makes the device end its work first ("implicit
-    synchronization" in the CUDA C++ Programming Guide).
+    All are taken at the start: to allocate pinned memory makes the device end its work first
+    ("implicit synchronization" in the CUDA C++ Programming Guide).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,12 +39,17 @@ class Staging:
         return torch.empty(values.shape, dtype=values.dtype, device=self._device)
 
     def fill(self, room: Tensor, values: Tensor) -> None:
-        """Copy them to what `room_for` gave, on the current stream, as they are now. Takes as long
-        as the host needs to copy them, and waits for earlier copies while all buffers are in
-        use. One thread at a time may call it."""
-        if room is not values:
-            for piece, target in zip(_pieces(values), _pieces(room), strict=True):
-                self._copy_piece(target, piece)
+        """Copy them to what `room_for` gave, on the current stream. Pinned ones must not change
+        until that has come so far. Others are copied as they are now: that takes as long as the
+        host needs for it, and waits for earlier copies while all buffers are in use. One thread at
+        a time may call it."""
+        if room is values:
+            return
+        if values.is_pinned():
+            room.copy_(values, non_blocking=True)
+            return
+        for piece, target in zip(_pieces(values), _pieces(room), strict=True):
+            self._copy_piece(target, piece)
 
     def _copy_piece(self, target: Tensor, piece: Tensor) -> None:
         buffer, event = self._ring[0]

@@ -42,9 +42,10 @@ class SideStream:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def record(self) -> torch.cuda.Event | None:
-        """When all that it has got is complete; None: it is."""
-        return None if self._stream is None else self._stream.record_event()
+    def synchronize(self) -> None:
+        """Wait until all that it has got is complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 def side_thread(device: torch.device, name: str) -> Executor:

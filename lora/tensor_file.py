@@ -14,7 +14,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from lorakeet.lora.host_memory import zeros
+from lorakeet.lora.host_memory import Pages
 
 _MAX_HEADER_BYTES = 16 * 2**20  # those of large models take some hundred kilobytes
 _MAX_DIMENSIONS = 8
@@ -52,7 +52,7 @@ def read_tensors(file: BufferedReader, size: int) -> dict[str, Tensor]:
     if body_size < 0 or length > _MAX_HEADER_BYTES:
         raise TensorFileError("it ends within its header, or that is too large")
     header = file.read(length)
-    body = zeros(body_size)
+    body = Pages(body_size).tensor(body_size)
     if len(header) < length or file.readinto(body.numpy().data) < body_size:
         raise EOFError
     try:

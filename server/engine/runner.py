@@ -94,6 +94,7 @@ class Runner:
             specs,
             max_rank=settings.max_lora_rank,
             dtype=self.dtype,
+            device=self.device,
             max_bytes=None if group.rank else memory.host_bytes(settings),
             base_weights=BaseWeights(self.model),
             base_model=settings.model,

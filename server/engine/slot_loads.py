@@ -3,11 +3,12 @@
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import Adapter, Slot
 from lorakeet.lora.host_store import HostStore
-from lorakeet.lora.pool import AdapterPool, PoolWrite
+from lorakeet.lora.pool import AdapterPool
 from lorakeet.server.engine.step import SlotLoad
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class FinishedLoads:
 @dataclass(frozen=True)
 class _RunningLoad:
     load: SlotLoad
-    write: PoolWrite
+    write: Future[None] | None  # None: there was nothing to copy
     asked: float
 
 
@@ -55,26 +56,24 @@ class SlotLoads:
         now = time.perf_counter()
         running, self._running = self._running, []
         for one in running:
-            try:
-                is_done = one.write.done()
-            except Exception as error:  # of the pool's thread
-                self._fail(one.load, error)
-                continue
-            if is_done:
-                self._finished.seconds[one.load.slot] = now - one.asked
-            else:
+            if one.write is not None and not one.write.done():
                 self._running.append(one)
+            elif one.write is not None and (error := one.write.exception()):
+                self._fail(one.load, error)
+            else:
+                self._finished.seconds[one.load.slot] = now - one.asked
         finished, self._finished = self._finished, FinishedLoads()
         return finished
 
-    def _write(self, load: SlotLoad, adapter: Adapter | None) -> PoolWrite:
+    def _write(self, load: SlotLoad, adapter: Adapter | None) -> Future[None] | None:
         self._pool.clear(load.slot)
         if adapter is not None:
             return self._pool.write(load.slot, load.rows, adapter)
         parts = [(part.slot, part.num_rows, part.weight) for part in load.parts]
-        return self._pool.write_blend(load.slot, parts)
+        self._pool.write_blend(load.slot, parts)
+        return None
 
-    def _fail(self, load: SlotLoad, error: Exception) -> None:
+    def _fail(self, load: SlotLoad, error: BaseException) -> None:
         message = "adapter %d cannot be copied to its slot"
         logger.error(message, load.adapter_id, exc_info=error)
         self._pool.clear(load.slot)  # its tables are set, and there is room for its vocabulary

@@ -305,7 +305,7 @@ def write_factors(pool: AdapterPool, adapters: Mapping[int, Adapter]) -> Tensor:
     factors = torch.tensor([0, 0.5, 3.0, -0.75, 1.5, 0.25], dtype=torch.float64)
     for slot, adapter in adapters.items():
         part = (Slot(slot), adapter.rank, float(factors[slot]))
-        pool.write_blend(Slot(5 + slot), [part]).wait()
+        pool.write_blend(Slot(5 + slot), [part])
     return factors
 
 
@@ -433,7 +433,7 @@ def test_a_blend_is_the_weighted_sum_of_its_adapters(target: Target, times: int)
             (Slot(slot), blended[slot].rank + blended[slot].has_bias, weight)
             for slot, weight in parts.items()
         ],
-    ).wait()
+    )
     slots = np.array([6, 0, 1, 6, 5, 2], dtype=np.int32).repeat(times)
     batch = target.batch(slots, pool)
     alone = np.where(slots == 6, 0, slots).astype(np.int32)

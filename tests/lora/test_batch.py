@@ -41,7 +41,7 @@ SLOTS = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 @cache
 def shared_pool(device: str = "cpu") -> AdapterPool:
     pool = filled_pool(ADAPTERS, device=device)
-    pool.write_blend(Slot(6), [(Slot(2), 3, 0.5), (Slot(3), 5, -2.0)]).wait()
+    pool.write_blend(Slot(6), [(Slot(2), 3, 0.5), (Slot(3), 5, -2.0)])
     return pool
 
 

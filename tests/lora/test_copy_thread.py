@@ -50,12 +50,11 @@ def test_a_write_returns_while_its_copy_waits(copy_threads: CopyThreads) -> None
         assert pool.tables.rows[2, :3].tolist() == [3, 4, 5]
         assert pool.layer("o_proj", 0).ranks.tolist() == [0, 0, 3, 0]
         assert is_poisoned(pool, range(9))
-        blend = pool.write_blend(Slot(3), [(Slot(2), 3, 0.5)])
-        assert blend.done()
+        pool.write_blend(Slot(3), [(Slot(2), 3, 0.5)])
         assert pool.tables.rows[3, :3].tolist() == [3, 4, 5]
-        with pytest.raises(TimeoutError):  # what `wait` waits for
-            write.launched.result(timeout=0.01)
-    write.wait()
+        with pytest.raises(TimeoutError):
+            write.result(timeout=0.01)
+    write.result()
     assert write.done()
     assert holds(pool, range(3, 6), FIRST)
     assert is_poisoned(pool, range(3))
@@ -74,7 +73,7 @@ def test_copies_are_made_in_the_order_of_calls(copy_threads: CopyThreads) -> Non
             for slot in (1, 2, 3):
                 rows = order[3 * slot - 3 : 3 * slot]
                 write = pool.write(Slot(slot), rows, adapters[start + slot - 1])
-    write.wait()
+    write.result()
     for slot in (1, 2, 3):
         assert holds(pool, order[3 * slot - 3 : 3 * slot], adapters[8 + slot])
 
@@ -98,7 +97,7 @@ def test_a_vocabulary_has_its_room_before_its_rows(copy_threads: CopyThreads) ->
         assert pool.vocabularies.num_bytes == size
         batch = pool.vocabularies.for_embedding(slots)
         assert batch is not None
-    write.wait()
+    write.result()
     y = torch.zeros(2, 20)
     batch.embed(y, torch.tensor([3, 3]))
     assert y.tolist() == [[0] * 20, [2] * 20]
@@ -135,7 +134,7 @@ def test_what_goes_wrong_in_a_copy_is_told_by_its_write(
         assert batch is not None
         room = weakref.ref(batch.runs[0].vocabulary)
         del batch
-        for told in (write.wait, write.done, write.done):
+        for told in (write.result, write.result):
             with pytest.raises(RuntimeError, match="out of memory"):
                 told()
     assert [one() for one in failing.staged] == [None, None]
@@ -145,7 +144,7 @@ def test_what_goes_wrong_in_a_copy_is_told_by_its_write(
         wait_until(lambda: room() is None, "its room is free")
     assert not pool.tables.rows.any()
     again = pool.write(Slot(1), range(3), FIRST)
-    again.wait()
+    again.result()
     assert again.done()
     assert holds(pool, range(3), FIRST)
 
@@ -154,13 +153,13 @@ def test_a_pool_that_is_closed_ends_its_thread_and_drops_what_waits(
     copy_threads: CopyThreads,
 ) -> None:
     pool = poisoned_pool(3, 9)
-    pool.write(Slot(2), range(6, 9), SECOND).wait()
+    pool.write(Slot(2), range(6, 9), SECOND).result()
     assert len(copy_threads_alive()) == 1
     with copy_threads.held():
         writes = [pool.write(Slot(1), range(3), FIRST), pool.write(Slot(2), range(3, 6), SECOND)]
         closing = threading.Thread(target=pool.close)
         closing.start()
-        while not all(write.launched.cancelled() for write in writes):
+        while not all(write.cancelled() for write in writes):
             assert closing.is_alive()
     closing.join(30)
     assert not closing.is_alive()
@@ -171,7 +170,7 @@ def test_a_pool_that_is_closed_ends_its_thread_and_drops_what_waits(
 
 def test_a_pool_that_nobody_holds_ends_its_thread(copy_threads: CopyThreads) -> None:
     pool = poisoned_pool(3, 9)
-    pool.write(Slot(2), range(6, 9), SECOND).wait()
+    pool.write(Slot(2), range(6, 9), SECOND).result()
     (thread,) = [one for one in threading.enumerate() if one.name in copy_threads_alive()]
     copy_threads.forget()
     del pool
@@ -231,9 +230,9 @@ def test_rows_are_zeros_after_a_copy_that_failed_half_way(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(RowWriter, "_write_group", fail_after)
         with pytest.raises(RuntimeError, match="out of memory"):
-            pool.write(Slot(1), range(3), SECOND).wait()
+            pool.write(Slot(1), range(3), SECOND).result()
     assert not is_zero(pool, range(3))
-    pool.write(Slot(1), range(3), small).wait()
+    pool.write(Slot(1), range(3), small).result()
     assert is_zero(pool, range(3))
 
 

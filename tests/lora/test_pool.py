@@ -398,21 +398,19 @@ def test_the_copy_waits_for_earlier_passes_and_shows_when_it_is_done() -> None:
     """A pass launched before the write still reads the rows' earlier tenant."""
     pool = poisoned_pool(3, 6, device="cuda")
     old, new = random_adapter(same_rank(6), 1), random_adapter(same_rank(6), 2)
-    pool.write(Slot(1), range(6), old).wait()
+    pool.write(Slot(1), range(6), old).result()
     layer = pool.layer("qkv_proj", 1)
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
     seen = layer.a.clone()
     pool.launched(np.array([0, 1], np.int32))
     write = pool.write(Slot(2), range(6), new)
-    write.launched.result()
-    assert not torch.cuda.current_stream().query()  # neither write nor thread waited for the pass
-    assert not write.done()
-    write.wait()
-    after = layer.a.clone()
     table = pool.tables.rows.copy()
-    torch.cuda.synchronize()
-    assert write.done()
+    assert not torch.cuda.current_stream().query()  # the caller has not waited for the pass
+    assert not write.done()
+    write.result()
+    assert torch.cuda.current_stream().query()  # the copy has
+    after = layer.a.clone()
     assert torch.equal(seen.cpu(), old.groups["qkv_proj"].a[1])
     assert torch.equal(after.cpu(), new.groups["qkv_proj"].a[1])
     assert table[2, :6].tolist() == list(range(6))
@@ -423,7 +421,7 @@ def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
     """Of the adapter itself, or of a blend with it."""
     pool = poisoned_pool(5, 9, device="cuda")
     for slot in (1, 2, 3):
-        pool.write(Slot(slot), range(slot * 2, slot * 2 + 2), random_adapter(same_rank(2))).wait()
+        pool.write(Slot(slot), range(slot * 2, slot * 2 + 2), random_adapter(same_rank(2))).result()
     pool.write_blend(Slot(4), [(Slot(1), 2, 0.5), (Slot(2), 2, 1.0)])
     torch.cuda.synchronize()
     pool.launched(np.array([3], np.int32))  # ends at once
@@ -434,11 +432,10 @@ def test_a_copy_does_not_wait_for_passes_that_read_other_rows() -> None:
         assert not torch.cuda.current_stream().query(), "it waited for the pass"
         time.sleep(0.001)  # the copy's thread needs the interpreter too
     own = pool.write(Slot(1), [2, 0], random_adapter(same_rank(2)))
-    own.launched.result()  # from here on it is the device's
     assert not torch.cuda.current_stream().query()
     assert not own.done()
-    torch.cuda.synchronize()
-    assert own.done()
+    own.result()
+    assert torch.cuda.current_stream().query()
 
 
 @pytest.mark.gpu
@@ -452,7 +449,7 @@ def test_rows_that_change_hands_while_they_are_copied_end_with_their_last_tenant
         slot = Slot(1 + seed % 2)
         pool.clear(Slot(2 - seed % 2))
         write = pool.write(slot, range(6), dataclasses.replace(adapter, vocabulary=vocabulary))
-    write.wait()
+    write.result()
     layer = pool.layer("gate_up_proj", 1)
     assert torch.equal(layer.b[:6].cpu(), adapters[-1].groups["gate_up_proj"].b[1])
     batch = pool.vocabularies.for_embedding(np.array([slot], np.int32))
@@ -468,7 +465,7 @@ def test_copies_in_a_row_take_the_memory_of_one() -> None:
     pool = poisoned_pool(9, 512, device="cuda")
     adapters = [random_adapter(same_rank(64), seed) for seed in range(8)]
     size = sum(w.a.nbytes + w.b.nbytes for w in adapters[0].groups.values())
-    pool.write(Slot(1), range(64), adapters[0]).wait()
+    pool.write(Slot(1), range(64), adapters[0]).result()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -479,8 +476,7 @@ def test_copies_in_a_row_take_the_memory_of_one() -> None:
         for number, adapter in enumerate(adapters)
     ]
     assert not writes[0].done()
-    writes[-1].launched.result()
-    torch.cuda.synchronize()
+    writes[-1].result()
     assert all(write.done() for write in writes)
     assert size < torch.cuda.max_memory_allocated() - before < 1.5 * size
     assert torch.cuda.memory_allocated() == before
@@ -489,7 +485,7 @@ def test_copies_in_a_row_take_the_memory_of_one() -> None:
 @pytest.mark.gpu
 def test_memory_that_is_short_is_the_error_of_one_copy_and_is_given_back() -> None:
     pool = poisoned_pool(3, 6, device="cuda")
-    pool.write(Slot(1), range(3), random_adapter(same_rank(3), 1)).wait()
+    pool.write(Slot(1), range(3), random_adapter(same_rank(3), 1)).result()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     huge = torch.zeros(1, dtype=torch.float32).expand(3, 3, 3, 2**44)  # takes nothing on the host
@@ -500,12 +496,10 @@ def test_memory_that_is_short_is_the_error_of_one_copy_and_is_given_back() -> No
     last = {**adapter.groups, "qkv_proj": weights}
     write = pool.write(Slot(2), (3, 4, 5), dataclasses.replace(adapter, groups=last))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        write.wait()
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        write.done()
+        write.result()
     assert torch.cuda.memory_allocated() == before
     pool.specs["qkv_proj"] = QKV
-    pool.write(Slot(2), (3, 4, 5), adapter).wait()
+    pool.write(Slot(2), (3, 4, 5), adapter).result()
     assert torch.equal(pool.layer("qkv_proj", 0).b[3:].cpu(), adapter.groups["qkv_proj"].b[0])
 
 

@@ -16,6 +16,7 @@ import lorakeet.models.weights as weights_module
 from lorakeet.lora.adapter import Adapter, AdapterError, GroupSpec
 from lorakeet.lora.base_weights import BaseWeights
 from lorakeet.lora.canonical import pack
+from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_config import Scaling
 from lorakeet.lora.peft_tensors import LoRAModule, PeftTensors
 from lorakeet.lora.pool import bytes_per_row
@@ -104,12 +105,14 @@ def split(spec: GroupSpec, tensor: Tensor) -> dict[str, Tensor]:
 def test_adapters_by_the_table(shape: Shape, fused: bool, seed: int) -> None:
     found, vectors = random_adapter(shape.config, fused, seed)
     whole_specs = group_specs(shape.config)
-    whole = pack(found, vectors, whole_specs, torch.float32, found.digest, WORKERS)
+    whole = pack(found, vectors, whole_specs, torch.float32, found.digest, WORKERS, CPU)
     by_rank: list[tuple[Adapter, tuple[GroupSpec, ...]]] = []
     for group in shape.groups:
         specs = group_specs(shape.config, group)
         assert tuple(spec.whole for spec in specs) == tuple(spec.whole for spec in whole_specs)
-        by_rank.append((pack(found, vectors, specs, torch.float32, found.digest, WORKERS), specs))
+        by_rank.append(
+            (pack(found, vectors, specs, torch.float32, found.digest, WORKERS, CPU), specs)
+        )
     assert {adapter.num_rows for adapter, _ in by_rank} == {whole.num_rows}
     for index, spec in enumerate(whole_specs):
         want = whole.groups[spec.name]

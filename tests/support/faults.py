@@ -28,7 +28,7 @@ SLOW_SECONDS = 0.3
 def install() -> None:
     fails_to_copy: set[str] = set()
     copies = itertools.count()
-    launch = row_writer.RowWriter._launch
+    copy = row_writer.RowWriter._copy
 
     def faulty_read(path: Path, *args: Any, **options: Any) -> Adapter:
         file = path / "fault"
@@ -44,18 +44,18 @@ def install() -> None:
             fails_to_copy.add(adapter.digest)
         return adapter
 
-    def faulty_launch(
+    def faulty_copy(
         self: row_writer.RowWriter, rows: Sequence[int], adapter: Adapter, *args: Any
     ) -> Any:
         if adapter.digest in fails_to_copy and next(copies) % 2 == 0:
             raise RuntimeError("out of memory")
-        return launch(self, rows, adapter, *args)
+        return copy(self, rows, adapter, *args)
 
     def as_on_cuda(device: torch.device, name: str) -> Executor:
         return side_thread(torch.device("cuda"), name)
 
     vars(host_store)["read_adapter"] = faulty_read
-    row_writer.RowWriter._launch = faulty_launch  # type: ignore[assignment, method-assign]
+    row_writer.RowWriter._copy = faulty_copy  # type: ignore[assignment, method-assign]
     vars(row_writer)["side_thread"] = as_on_cuda
     vars(serve)["EngineProcess"] = InlineEngine
 

@@ -98,10 +98,10 @@ def _run_case(
     Random(1).shuffle(rows)
     slots = {name: Slot(index) for index, name in enumerate([*adapters, *case.blends], start=1)}
     for name, adapter in adapters.items():
-        pool.write(slots[name], [rows.pop() for _ in range(adapter.num_rows)], adapter).wait()
+        pool.write(slots[name], [rows.pop() for _ in range(adapter.num_rows)], adapter).result()
     for name, parts in case.blends.items():
         listed = [(slots[part], adapters[part].num_rows, weight) for part, weight in parts]
-        pool.write_blend(slots[name], listed).wait()
+        pool.write_blend(slots[name], listed)
     wrap_model(model, pool, make_backend(device))
     passes = Passes(model, num_blocks=1024)
     calls = []

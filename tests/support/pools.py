@@ -111,7 +111,7 @@ def filled_pool(
     rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()
     for slot, adapter in adapters.items():
         own, rows = rows[: adapter.num_rows], rows[adapter.num_rows :]
-        pool.write(Slot(slot), own, adapter).wait()
+        pool.write(Slot(slot), own, adapter).result()
     return pool
 
 

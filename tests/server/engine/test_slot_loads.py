@@ -94,13 +94,13 @@ def test_what_goes_wrong_in_the_thread_ends_that_load_once_and_frees_all(
     error: Exception,
 ) -> None:
     engine = files.engine(depth)
-    launch, runner_launch = RowWriter._launch, engine.runner.launch
+    copy, runner_launch = RowWriter._copy, engine.runner.launch
     told: list[str] = []
 
     def faulty(self: RowWriter, rows: Any, adapter: Any, *args: Any) -> Any:
         if adapter is engine.runner.host_store.get(BAD):
             raise error
-        return launch(self, rows, adapter, *args)
+        return copy(self, rows, adapter, *args)
 
     def watched(step: Any) -> Callable[[], StepResult]:
         wait = runner_launch(step)
@@ -112,7 +112,7 @@ def test_what_goes_wrong_in_the_thread_ends_that_load_once_and_frees_all(
 
         return result
 
-    monkeypatch.setattr(RowWriter, "_launch", faulty)
+    monkeypatch.setattr(RowWriter, "_copy", faulty)
     monkeypatch.setattr(engine.runner, "launch", watched)
     engine.add("good", PROMPT, 1, max_tokens=6)
     with copy_threads.held():
@@ -129,7 +129,7 @@ def test_what_goes_wrong_in_the_thread_ends_that_load_once_and_frees_all(
     ranks = engine.runner.pool.tables.ranks["down_proj"]
     assert ranks.any(0).sum() == 1
 
-    monkeypatch.setattr(RowWriter, "_launch", launch)
+    monkeypatch.setattr(RowWriter, "_copy", copy)
     engine.add("again", PROMPT, BAD, max_tokens=6)
     assert engine.run()["again"].token_ids == files.expected(BAD, 6)
     assert len(told) == 1
