@@ -37,8 +37,11 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + token * size + n, result.to(out.dtype.element_ty), mask=mask)
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_tokens", "h_slice_stride"])
+# what changes from step to step, or from layer to layer, must not compile anew
+@triton.jit(
+    do_not_specialize=["num_tokens", "h_slice_stride"],
+    do_not_specialize_on_alignment=["count_at"],
+)
 def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
@@ -52,6 +55,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     last,
     magnitudes,
     rows,
+    count_at,
     num_tokens,
     span,
     h_part_stride,
@@ -72,7 +76,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     """
     tile = tl.program_id(0)
     tokens, in_tile, own_first, own_last, low, high = read_tile(
-        tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
+        tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
     has_magnitude = tl.max(magnitude, 0) >= 0

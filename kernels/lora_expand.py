@@ -23,8 +23,11 @@ from lorakeet.kernels.token_tiles import (
 _BLOCK = 64  # outputs that a program works on at a time
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_tokens", "h_slice_stride"])
+# what changes from step to step, or from layer to layer, must not compile anew
+@triton.jit(
+    do_not_specialize=["num_tokens", "h_slice_stride"],
+    do_not_specialize_on_alignment=["count_at"],
+)
 def _expand_kernel(  # type: ignore[no-untyped-def]
     y,
     y_stride,
@@ -38,6 +41,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     last,
     magnitudes,
     rows,
+    count_at,
     num_tokens,
     span,
     h_part_stride,
@@ -53,7 +57,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
 ):
     tile = tl.program_id(0)
     tokens, in_tile, own_first, own_last, low, high = read_tile(
-        tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
+        tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
     magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
     has_magnitude = tl.max(magnitude, 0) >= 0

@@ -142,8 +142,11 @@ def _add_expanded(  # type: ignore[no-untyped-def]
     return y
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_tokens", "splits", "most_shrink_splits"])
+# what changes from step to step, or from layer to layer, must not compile anew
+@triton.jit(
+    do_not_specialize=["num_tokens", "splits", "most_shrink_splits"],
+    do_not_specialize_on_alignment=["arrivals", "count_at"],
+)
 def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     x_tiles,

@@ -24,8 +24,11 @@ _PROGRAMS = 264  # what fills a GPU
 _MIN_SPLIT = 512  # inputs that are worth a program
 
 
-# sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["num_tokens", "splits", "num_pairs", "h_slice_stride"])
+# what changes from step to step, or from layer to layer, must not compile anew
+@triton.jit(
+    do_not_specialize=["num_tokens", "splits", "num_pairs", "h_slice_stride"],
+    do_not_specialize_on_alignment=["count_at"],
+)
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     a,
@@ -38,6 +41,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     rows,
     scales,
     offsets,
+    count_at,
     num_tokens,
     input_size,
     splits,
@@ -61,7 +65,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     slice_id = tl.program_id(1)
     split = tl.program_id(2) // ROW_PROGRAMS
     tokens, _, own_first, own_last, low, high = read_tile(
-        tile, order, first, last, num_tokens, BLOCK_M, BLOCK_R
+        tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     first_row = low + tl.program_id(2) % ROW_PROGRAMS * BLOCK_R
@@ -131,6 +135,7 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
         rank_rows.rows,
         rank_rows.scales,
         rank_rows.offsets,
+        rank_rows.count,
         num_tokens,
         input_size,
         splits,

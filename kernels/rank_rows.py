@@ -38,7 +38,7 @@ class RankRows:
     first: Tensor  # (T,) int32, by token
     last: Tensor  # (T,) int32, by token; one past its last row
     magnitudes: Tensor  # (T,) int32, by token: the row of its magnitudes, or -1
-    count: Tensor  # (1,) int32
+    count: Tensor  # (1,) int32, rows in the list; 0: in this layer they are all zeros
     rows: Tensor  # (J,) int32; what lies past `count` may be anything
     scales: Tensor  # (J,) float32
     offsets: Tensor  # (J,) float32

@@ -75,6 +75,7 @@ def delta_args(delta: Delta) -> dict[str, Any]:
         "last": rank_rows.last,
         "magnitudes": rank_rows.magnitudes,
         "rows": rank_rows.rows,
+        "count_at": rank_rows.count,
         "num_tokens": len(rank_rows.order),
         "span": span(rank_rows),
         "h_part_stride": delta.h.stride(0),
@@ -90,7 +91,7 @@ def delta_args(delta: Delta) -> dict[str, Any]:
 
 @triton.jit
 def read_tile(  # type: ignore[no-untyped-def]
-    tile, order, first, last, num_tokens, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+    tile, order, first, last, count_at, num_tokens, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
 ):
     """A tile's tokens (M,), which of them there are, their own rows, and the rows of the tile."""
     positions = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -98,6 +99,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     tokens = tl.load(order + positions, mask=in_tile, other=0).to(tl.int64)
     own_first = tl.load(first + tokens, mask=in_tile, other=0)
     own_last = tl.load(last + tokens, mask=in_tile, other=0)
+    own_last = tl.minimum(own_last, tl.load(count_at))  # 0: nobody has rows in this layer
     low = tl.min(tl.where(own_first < own_last, own_first, 2**30), 0)
     return tokens, in_tile, own_first, own_last, low // BLOCK_R * BLOCK_R, tl.max(own_last, 0)
 

@@ -1,7 +1,7 @@
 """Which adapter each row of a pass has, in the shape that the backends work from."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import (
+    Ints,
     RankRowArrays,
     RankRows,
     SlotRows,
@@ -19,7 +20,7 @@ from lorakeet.kernels.rank_rows import (
     packed_size,
     unpack,
 )
-from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
 
@@ -36,7 +37,15 @@ class LoRABatch:
     slots: Tensor  # (T,) int32, 0 for none
     rank_rows: Mapping[str, RankRows] = field(default_factory=dict)  # by group; on CUDA only
     arrivals: Tensor | None = None  # int32, zero, one for each layer of the pool; on CUDA only
+    counts: Tensor | None = None  # int32, `RankRows.count` for each layer; None: as in the list
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def rows_of(self, weights: LayerWeights) -> RankRows | None:
+        """Those of a layer; None: no row's adapter changes its group."""
+        rank_rows, number = self.rank_rows.get(weights.group), weights.number
+        if rank_rows is None or self.counts is None:
+            return rank_rows
+        return replace(rank_rows, count=self.counts[number : number + 1])
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """What a backend works out once in a pass and needs again in every layer."""
@@ -69,7 +78,8 @@ def build_lora_batch(
         return None
     if pool.device.type != "cuda":
         return LoRABatch(torch.from_numpy(slots))
-    return _upload(slots, list_by_group(slots, pool, groups), pool)
+    lists = list_by_group(slots, pool, groups)
+    return _upload(slots, lists, values_by_layer(slots, lists, pool), pool)
 
 
 def full_lora_batch(
@@ -83,25 +93,30 @@ def full_lora_batch(
         np.zeros(width, np.int32), np.zeros(width, np.float32), np.zeros(width, np.float32), -1
     )
     arrays = list_rank_rows(slots, lambda slot: full)
-    return _upload(slots, dict.fromkeys(groups, arrays), pool)
+    by_layer = np.zeros((2, pool.num_layers), np.int32)
+    by_layer[1] = len(arrays.rows)
+    return _upload(slots, dict.fromkeys(groups, arrays), by_layer, pool)
 
 
 def _upload(
-    slots: NDArray[np.int32], lists: Mapping[str, RankRowArrays], pool: AdapterPool
+    slots: NDArray[np.int32],
+    lists: Mapping[str, RankRowArrays],
+    by_layer: Ints,
+    pool: AdapterPool,
 ) -> LoRABatch:
-    """Each list once, with a single copy."""
+    """Each list with a single copy; in layers that no row's adapter changes they count nothing."""
     on_device: dict[int, RankRows] = {}
     for arrays in lists.values():
         if id(arrays) not in on_device:
             room = max(len(arrays.rows), MIN_ROOM)
-            packed = torch.from_numpy(pack(arrays, room)).pin_memory()
-            packed = packed.to(pool.device, non_blocking=True)
+            packed = _to_device(pack(arrays, room), pool.device)
             on_device[id(arrays)] = unpack(packed, len(slots), room, pool.tables.width)
-    return LoRABatch(
-        torch.from_numpy(slots),
-        {group: on_device[id(arrays)] for group, arrays in lists.items()},
-        torch.zeros(pool.num_layers, dtype=torch.int32, device=pool.device),
-    )
+    rank_rows = {group: on_device[id(arrays)] for group, arrays in lists.items()}
+    return LoRABatch(torch.from_numpy(slots), rank_rows, *_to_device(by_layer, pool.device))
+
+
+def _to_device(values: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
 def body_groups(pool: AdapterPool) -> list[str]:
@@ -122,6 +137,20 @@ def list_by_group(
             lists[key] = list_rank_rows(slots, partial(pool.tables.slot_rows, group))
         by_group[group] = lists[key]
     return by_group
+
+
+def values_by_layer(
+    slots: NDArray[np.int32], lists: Mapping[str, RankRowArrays], pool: AdapterPool
+) -> Ints:
+    """(2, layers of the pool): `arrivals` and `counts` of a batch with these lists."""
+    distinct = np.unique(slots)
+    counts = [
+        ranks[:, distinct].any(1) * (len(lists[group].rows) if group in lists else 0)
+        for group, ranks in pool.tables.ranks.items()
+    ]
+    values = np.zeros((2, pool.num_layers), np.int32)
+    values[1] = np.concatenate(counts)
+    return values
 
 
 def static_room(pool: AdapterPool) -> int:
@@ -145,23 +174,28 @@ class StaticRankRows:
         self._size = packed_size(num_tokens, self._room)
 
     def pack(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """`slots`: (num_tokens,). In front, zeros for the arrivals of every layer."""
+        """`slots`: (num_tokens,). In front, the values by layer."""
         lists = list_by_group(slots, self._pool, self._groups)
         packed = {id(arrays): pack(arrays, self._room) for arrays in set(lists.values())}
         by_group = [packed[id(lists[group])] for group in self._groups]
-        return np.concatenate([np.zeros(self._arrivals_size, np.int32), *by_group])
+        by_layer = np.zeros(self._front_size, np.int32)
+        values = values_by_layer(slots, lists, self._pool)
+        by_layer[: values.size] = values.reshape(-1)
+        return np.concatenate([by_layer, *by_group])
 
     def batch(self, values: Tensor, slots: Tensor) -> LoRABatch:
         """The views of a buffer that `pack` has filled."""
         if not self._groups:
             return LoRABatch(slots)
-        parts = torch.split(values[self._arrivals_size :], self._size)
+        parts = torch.split(values[self._front_size :], self._size)
         rank_rows = {
             group: unpack(part, self._num_tokens, self._room, self._pool.tables.width)
             for group, part in zip(self._groups, parts, strict=True)
         }
-        return LoRABatch(slots, rank_rows, values[: self._pool.num_layers])
+        num_layers = self._pool.num_layers
+        by_layer = values[: 2 * num_layers].view(2, num_layers)
+        return LoRABatch(slots, rank_rows, *by_layer)
 
     @property
-    def _arrivals_size(self) -> int:
-        return -(-self._pool.num_layers // 4) * 4
+    def _front_size(self) -> int:
+        return -(-2 * self._pool.num_layers // 4) * 4  # lists start at whole 16 bytes

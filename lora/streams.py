@@ -45,7 +45,7 @@ class SideStream:
     def synchronize(self) -> None:
         """Wait until all that it has got is complete."""
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.record_event().synchronize()
 
 
 def side_thread(device: torch.device, name: str) -> Executor:

@@ -12,6 +12,7 @@ from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
 from lorakeet.kernels.lora_linear import lora_linear, takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
+from lorakeet.kernels.rank_rows import RankRows
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import LayerWeights
 from lorakeet.lora.streams import SideStream
@@ -30,35 +31,42 @@ class TritonBackend:
     def linear(
         self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> Tensor:
-        if weights.group not in batch.rank_rows:
+        rank_rows = batch.rows_of(weights)
+        if rank_rows is None:
             return layer.product(x)
         if takes(x, layer.weight):
-            return self._small_linear(layer, x, weights, batch)
-        y, delta = self._product_and_delta(layer, x, weights, batch)
+            return self._small_linear(layer, x, weights, batch, rank_rows)
+        y, delta = self._product_and_delta(layer, x, weights, rank_rows)
         sgemm_lora_b(y, delta, weights.slice_sizes)
         return y
 
     def linear_and_delta(
         self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> tuple[Tensor, Delta | None]:
-        if weights.group not in batch.rank_rows:
+        rank_rows = batch.rows_of(weights)
+        if rank_rows is None:
             return layer.product(x), None
         if takes(x, layer.weight):
-            return self._small_linear(layer, x, weights, batch), None
-        return self._product_and_delta(layer, x, weights, batch)
+            return self._small_linear(layer, x, weights, batch, rank_rows), None
+        return self._product_and_delta(layer, x, weights, rank_rows)
 
     def add_linear(self, y: Tensor, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> None:
-        if weights.group in batch.rank_rows:
-            sgemm_lora_b(y, self._delta(x, weights, batch), weights.slice_sizes)
+        if (rank_rows := batch.rows_of(weights)) is not None:
+            sgemm_lora_b(y, self._delta(x, weights, rank_rows), weights.slice_sizes)
 
     def add_embedding(
         self, y: Tensor, token_ids: Tensor, weights: LayerWeights, batch: LoRABatch
     ) -> None:
-        if (rank_rows := batch.rank_rows.get(weights.group)) is not None:
+        if (rank_rows := batch.rows_of(weights)) is not None:
             embedding_lora(y, token_ids, weights.a[0], weights.b, rank_rows)
 
     def _small_linear(
-        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+        self,
+        layer: ParallelLinear,
+        x: Tensor,
+        weights: LayerWeights,
+        batch: LoRABatch,
+        rank_rows: RankRows,
     ) -> Tensor:
         assert batch.arrivals is not None
         return lora_linear(
@@ -67,22 +75,21 @@ class TritonBackend:
             layer.bias,
             weights.a,
             weights.b,
-            batch.rank_rows[weights.group],
+            rank_rows,
             weights.slice_sizes,
             batch.arrivals[weights.number :],
             self._counters,
         )
 
     def _product_and_delta(
-        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, batch: LoRABatch
+        self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, rank_rows: RankRows
     ) -> tuple[Tensor, Delta]:
         self._shrinks.wait_for_current()
         with self._shrinks.use():
-            delta = self._delta(x, weights, batch)
+            delta = self._delta(x, weights, rank_rows)
         y = layer.product(x)
         self._shrinks.hold_current()
         return y, delta
 
-    def _delta(self, x: Tensor, weights: LayerWeights, batch: LoRABatch) -> Delta:
-        rank_rows = batch.rank_rows[weights.group]
+    def _delta(self, x: Tensor, weights: LayerWeights, rank_rows: RankRows) -> Delta:
         return Delta(sgemm_lora_a(x, weights.a, rank_rows, self._counters), weights.b, rank_rows)

@@ -161,6 +161,22 @@ def test_without_a_bias(device: str, dtype: torch.dtype) -> None:
     assert_y_close(y, without.exact_linear(), case)
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("num_tokens", [9, 70])
+def test_a_layer_that_no_adapter_of_the_pass_changes(
+    num_tokens: int, device: str, dtype: torch.dtype
+) -> None:
+    """Nothing of what the pool has there is read, though tokens own rows in the list."""
+    slots = popularity("with_base", num_tokens, len(RANKS))
+    case = lora_case(slots, RANKS, slice_sizes=(21, 9, 9), device=device, dtype=dtype, plain=True)
+    nothing = torch.full_like(case.a, torch.nan), torch.full_like(case.b, torch.nan)
+    count = torch.zeros_like(case.rank_rows.count)
+    left = replace(case, a=nothing[0], b=nothing[1], rank_rows=replace(case.rank_rows, count=count))
+    base = torch.nn.functional.linear(case.x.double(), case.weight.double(), case.bias.double())
+    assert_y_close(linear(left), base, case)
+    assert torch.equal(bits(expanded(left)), bits(case.y))
+
+
 def test_what_a_slot_lists_beside_its_rows_counts(device: str, dtype: torch.dtype) -> None:
     """Or else agreement with the reference would say little: each of them moves every token that
     has it, by more than what is taken for equal."""

@@ -21,6 +21,7 @@ from lorakeet.lora.batch import (
     full_lora_batch,
     list_by_group,
     static_room,
+    values_by_layer,
 )
 from lorakeet.lora.pool import AdapterPool
 from support.pools import SPECS, filled_pool, random_adapter, same_rank, with_vectors
@@ -145,6 +146,9 @@ def test_static_rank_rows_hold_any_pass(first: list[int], data: st.DataObject) -
             assert rank_rows.width == pool.tables.width
             assert len(rank_rows.rows) >= lora_linear.MIN_ROOM
         assert views.arrivals.tolist() == [0] * pool.num_layers
+        lists = list_by_group(slots_of(slots), pool, BODY)
+        assert views.counts is not None
+        assert views.counts.tolist() == values_by_layer(slots_of(slots), lists, pool)[1].tolist()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 8, 300])
@@ -203,6 +207,9 @@ def test_batches_on_cuda_have_the_lists() -> None:
         assert rank_rows.width == pool.tables.width
     assert batch.arrivals is not None
     assert batch.arrivals.tolist() == [0] * pool.num_layers
+    assert batch.counts is not None
+    lists = list_by_group(slots, pool, BODY)
+    assert batch.counts.tolist() == values_by_layer(slots, lists, pool)[1].tolist()
     assert batch.rank_rows["embed_tokens"] is batch.rank_rows["gate_up_proj"]
     few = build_lora_batch(slots_of([3]), pool, BODY)
     assert few is not None
@@ -236,3 +243,18 @@ def test_cached_builds_once_for_each_key() -> None:
     other = replace(batch, _cache={})
     assert other.cached("a", partial(build, "a")) == "a"
     assert built == ["a", "none", "a"]
+
+
+@given(SLOTS)
+def test_layers_that_no_adapter_changes_count_nothing(slots: list[int]) -> None:
+    """And in all others, all that the group lists."""
+    pool = shared_pool()
+    lists = list_by_group(slots_of(slots), pool, BODY)
+    arrivals, counts = values_by_layer(slots_of(slots), lists, pool)
+    assert not arrivals.any()
+    for spec in SPECS:
+        for index in range(spec.num_layers):
+            layer = pool.layer(spec.name, index)
+            listed = sum(pool.tables.num_listed(np.unique(slots_of(slots)), spec.name).tolist())
+            is_changed = spec.name in BODY and any(layer.ranks[slot] for slot in slots)
+            assert counts[layer.number] == (listed if is_changed else 0)

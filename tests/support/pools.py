@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorakeet.kernels.rank_rows import RankRowArrays, RankRows, pack, unpack
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
-from lorakeet.lora.batch import MIN_ROOM, LoRABatch, list_by_group
+from lorakeet.lora.batch import MIN_ROOM, LoRABatch, list_by_group, values_by_layer
 from lorakeet.lora.pool import AdapterPool
 
 LAYERS = 3
@@ -127,8 +127,8 @@ def listed_batch(slots: NDArray[np.int32], pool: AdapterPool) -> LoRABatch:
 
     lists = list_by_group(slots, pool, groups)
     rank_rows = {group: to_tensors(arrays) for group, arrays in lists.items()}
-    arrivals = torch.zeros(pool.num_layers, dtype=torch.int32)
-    return LoRABatch(torch.from_numpy(slots), rank_rows, arrivals)
+    by_layer = torch.from_numpy(values_by_layer(slots, lists, pool))
+    return LoRABatch(torch.from_numpy(slots), rank_rows, *by_layer)
 
 
 def input_of(spec: GroupSpec, num_tokens: int, seed: int = 0) -> Tensor:
