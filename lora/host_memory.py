@@ -1,5 +1,6 @@
 """Host memory for what is large: whole files, and adapters."""
 
+import contextlib
 import logging
 import mmap
 from typing import Any
@@ -42,12 +43,12 @@ class Pages(mmap.mmap):
         address = self.tensor(1).data_ptr()
         with torch.cuda.device(device):  # a thread's own is the first GPU, which would be set up
             error = int(_cudart().cudaHostRegister(address, len(self), 0))
-        if error == _SUCCESS:
-            self._pinned = device, address
-        else:
-            _log.warning(
-                "host memory cannot be pinned, so copies take longer: %s", CudaError(error)
-            )
+            if error == _SUCCESS:
+                self._pinned = device, address
+                return
+            _log.warning("host memory cannot be pinned, copies take longer: %s", CudaError(error))
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # raises the error once more, then it is forgotten
 
     def __del__(self) -> None:
         if self._pinned is not None:
