@@ -163,9 +163,11 @@ class ModelBench:
     def lora(self, slots: np.ndarray) -> LoRABatch | None:
         if not slots.any():
             return None
+        rank_rows = self.rank_rows(slots)
         arrivals = torch.zeros(self.pool.num_layers, dtype=torch.int32, device=self.device)
-        groups = dict.fromkeys(self.pool.specs, self.rank_rows(slots))
-        return LoRABatch(torch.from_numpy(slots), groups, arrivals)
+        groups = dict.fromkeys(self.pool.specs, rank_rows)
+        counts = rank_rows.count.expand_as(arrivals).contiguous()  # each layer has them all
+        return LoRABatch(torch.from_numpy(slots), groups, arrivals, counts)
 
     def put(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, dtype)

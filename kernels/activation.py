@@ -78,7 +78,7 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
-    magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
+    magnitude = tl.load(magnitudes + tokens, mask=own_first < own_last, other=-1)
     has_magnitude = tl.max(magnitude, 0) >= 0
     near = (own_first < low + BLOCK_R) & (own_last > low)
     h_tile = h + (low // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)

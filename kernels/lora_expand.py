@@ -59,10 +59,10 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     tokens, in_tile, own_first, own_last, low, high = read_tile(
         tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
-    magnitude = tl.load(magnitudes + tokens, mask=in_tile, other=-1)
+    magnitude = tl.load(magnitudes + tokens, mask=own_first < own_last, other=-1)
     has_magnitude = tl.max(magnitude, 0) >= 0
-    in_tile = in_tile & ((own_first < own_last) | (magnitude >= 0))  # others keep every bit
-    if (high == 0) & (has_magnitude == 0):
+    in_tile = in_tile & (own_first < own_last)  # others keep every bit
+    if high == 0:
         return
 
     slice_id, slice_start, size, block = find_slice(

@@ -34,7 +34,7 @@ _ALIGNMENT = 16  # bytes, of rows that are copied in tiles
 _SHRINK_PROGRAMS = 128
 _SHRINK_INPUTS = 512  # inputs that are worth a program, as long as there are programs
 _PROGRAMS = 96  # what fills most of a GPU
-_SUMMED_ROWS = tl.constexpr(16)
+_SUMMED_ROWS = tl.constexpr(16)  # stored together if a token owns any of them: in wide stores
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHRINK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    EVEN_SHRINK_K: tl.constexpr,
     STAGES: tl.constexpr,
     SHRINK_STAGES: tl.constexpr,
     EXPAND_STAGES: tl.constexpr,
@@ -226,7 +226,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             BLOCK_M,
             BLOCK_R,
             SHRINK_K,
-            EVEN_K,
+            EVEN_SHRINK_K,
             SHRINK_STAGES,
         )
         return
@@ -244,7 +244,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     ahead = tl.load(rows + split * BLOCK_R + r)  # the first rows to expand; nothing waits for them
     own_first = tl.load(first + m, mask=in_batch, other=0)
     own_last = tl.load(last + m, mask=in_batch, other=0)
-    magnitude = tl.load(magnitudes + m, mask=in_batch, other=-1)
+    owns = own_first < tl.minimum(own_last, count)
+    magnitude = tl.load(magnitudes + m, mask=owns, other=-1)
 
     k_last = tl.minimum((split + 1) * split_size, input_size)
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -286,7 +287,7 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def lora_linear_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `lora_linear` takes so many rows of x, up to MAX_TOKENS, and rows that lie so."""
     return len(x) <= MAX_TOKENS and all(
         values.data_ptr() % _ALIGNMENT == values.stride(0) * values.itemsize % _ALIGNMENT == 0
@@ -309,7 +310,7 @@ def lora_linear(
     h[t, j] = scales[j] · a[rows[j]] · x[t] + offsets[j], for j in the token's own range; slice by
     slice.
 
-    x: (T, in) and weight: (out, in), that it `takes`; bias: (out,) or None; a: (slices, rows, in);
+    x: (T, in) and weight: (out, in), that `lora_linear_takes`; bias: (out,) or None; a: (slices, rows, in);
     b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are equal;
     arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, one for
     each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
@@ -319,7 +320,7 @@ def lora_linear(
     num_tokens, input_size = x.shape
     output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)
     first_size, other_size = slice_sizes[0], slice_sizes[-1]
-    assert takes(x, weight)
+    assert lora_linear_takes(x, weight)
     assert num_rows >= MIN_ROOM
     assert len(counters) >= triton.cdiv(num_rows, ROWS_AT_ONCE) * num_slices
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
@@ -380,7 +381,7 @@ def lora_linear(
         BLOCK_K=tiles.inputs,
         BLOCK_R=ROWS_AT_ONCE,
         SHRINK_K=tiles.shrink_inputs,
-        EVEN_K=input_size % tiles.shrink_inputs == 0,
+        EVEN_SHRINK_K=input_size % tiles.shrink_inputs == 0,
         STAGES=tiles.stages,
         SHRINK_STAGES=tiles.shrink_stages,
         EXPAND_STAGES=tiles.expand_stages,

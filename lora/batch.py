@@ -37,14 +37,15 @@ class LoRABatch:
     slots: Tensor  # (T,) int32, 0 for none
     rank_rows: Mapping[str, RankRows] = field(default_factory=dict)  # by group; on CUDA only
     arrivals: Tensor | None = None  # int32, zero, one for each layer of the pool; on CUDA only
-    counts: Tensor | None = None  # int32, `RankRows.count` for each layer; None: as in the list
+    counts: Tensor | None = None  # int32, `RankRows.count` for each layer of the pool; on CUDA only
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def rows_of(self, weights: LayerWeights) -> RankRows | None:
         """Those of a layer; None: no row's adapter changes its group."""
         rank_rows, number = self.rank_rows.get(weights.group), weights.number
-        if rank_rows is None or self.counts is None:
-            return rank_rows
+        if rank_rows is None:
+            return None
+        assert self.counts is not None
         return replace(rank_rows, count=self.counts[number : number + 1])
 
     def cached(self, key: Hashable, build: Callable[[], _T]) -> _T:

@@ -79,7 +79,7 @@ def pack(
     plans = [_Plan(spec, found.modules, vectors) for spec in specs]
     plans = [plan for plan in plans if plan.rank or plan.has_bias]
     shapes = [shape for plan in plans for shape in plan.shapes.values()]
-    pages, block, views = _allocate(shapes, dtype)
+    pages, views = _allocate(shapes, dtype)
     groups, writes, remaining = {}, [], iter(views)
     for plan in plans:
         tensors = {name: next(remaining) for name in plan.shapes}
@@ -91,9 +91,9 @@ def pack(
         groups[plan.spec.name] = weights
     for _ in workers.map(lambda write: write(), writes):
         pass  # the first failure is raised here, what has not begun is left
-    if plans and not all_finite(block):
+    if plans and not all_finite(pages.tensor().view(dtype)):
         raise AdapterError(_too_large(plans, groups))
-    if device.type == "cuda":
+    if plans and device.type == "cuda":
         pages.pin(device)
     changed = {module.name for module in found.modules} | {name for _, name in vectors.biases}
     return Adapter(
@@ -101,7 +101,7 @@ def pack(
         rank=found.rank,
         groups=groups,
         modules=tuple(sorted(changed)),
-        num_bytes=block.nbytes,
+        num_bytes=pages.num_bytes,
     )
 
 
@@ -159,22 +159,16 @@ class _Run:
         return weights.a[layers, slices, :rank], weights.b[layers, :rank, columns]
 
 
-def _allocate(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> tuple[Pages, Tensor, list[Tensor]]:
-    """Pages, as one block of zeros, and a view of each shape into it."""
+def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[Pages, list[Tensor]]:
+    """Zeros, and a view of each shape into them."""
     unit = _ALIGNMENT // dtype.itemsize
     sizes = [torch.Size(shape).numel() for shape in shapes]
     padded = [-(-size // unit) * unit for size in sizes]
-    num_bytes = sum(padded) * dtype.itemsize
-    pages = Pages(num_bytes)
-    block = pages.tensor(num_bytes).view(dtype)
-    parts = torch.split(block, padded)
-    return (
-        pages,
-        block,
-        [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)],
-    )
+    pages = Pages(sum(padded) * dtype.itemsize)
+    parts = torch.split(pages.tensor().view(dtype), padded)
+    return pages, [
+        part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)
+    ]
 
 
 def _write(run: _Run, vectors: Vectors, spec: GroupSpec, a: Tensor, b: Tensor) -> None:

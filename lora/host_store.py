@@ -42,7 +42,7 @@ def _threads(count: int, name: str) -> ThreadPoolExecutor:
 
 
 def _let_go(adapter: Adapter) -> None:
-    """To unpin and free it is long work: it falls to the thread that has held it last."""
+    """To unpin and free it is long work, which falls to who has held it last."""
 
 
 class Replicas(Protocol):
@@ -103,6 +103,7 @@ class HostStore:
         self._replicas = replicas
         self._readers = _threads(num_threads, "adapter-reader")
         self._workers = _threads(_NUM_WORKERS, "adapter-worker")
+        self._releaser = _threads(1, "adapter-releaser")
         self._lock = Lock()
         self._records: dict[AdapterId, _Record] = {}  # least recently used first
         self._by_digest: dict[str, Adapter] = {}
@@ -206,6 +207,7 @@ class HostStore:
         """Cancel what has not begun, and wait for the reads that run."""
         self._readers.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown()
+        self._releaser.shutdown()
 
     # --- with the lock held ---
 
@@ -254,7 +256,8 @@ class HostStore:
             return 0
         del self._references[adapter.digest], self._by_digest[adapter.digest]
         self._num_bytes -= adapter.num_bytes
-        self._workers.submit(_let_go, adapter)
+        with contextlib.suppress(RuntimeError):  # after the shutdown
+            self._releaser.submit(_let_go, adapter)
         return adapter.num_bytes
 
     # --- on a reader thread ---

@@ -125,7 +125,10 @@ def _keeping_nothing(copy: Callable[[], None]) -> None:
     try:
         copy()
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
         del copy
         raise
 

@@ -52,7 +52,7 @@ def read_tensors(file: BufferedReader, size: int) -> dict[str, Tensor]:
     if body_size < 0 or length > _MAX_HEADER_BYTES:
         raise TensorFileError("it ends within its header, or that is too large")
     header = file.read(length)
-    body = Pages(body_size).tensor(body_size)
+    body = Pages(body_size).tensor()
     if len(header) < length or file.readinto(body.numpy().data) < body_size:
         raise EOFError
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import lora_linear, takes
+from lorakeet.kernels.lora_linear import lora_linear, lora_linear_takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.kernels.rank_rows import RankRows
 from lorakeet.lora.batch import LoRABatch
@@ -34,7 +34,7 @@ class TritonBackend:
         rank_rows = batch.rows_of(weights)
         if rank_rows is None:
             return layer.product(x)
-        if takes(x, layer.weight):
+        if lora_linear_takes(x, layer.weight):
             return self._small_linear(layer, x, weights, batch, rank_rows)
         y, delta = self._product_and_delta(layer, x, weights, rank_rows)
         sgemm_lora_b(y, delta, weights.slice_sizes)
@@ -46,7 +46,7 @@ class TritonBackend:
         rank_rows = batch.rows_of(weights)
         if rank_rows is None:
             return layer.product(x), None
-        if takes(x, layer.weight):
+        if lora_linear_takes(x, layer.weight):
             return self._small_linear(layer, x, weights, batch, rank_rows), None
         return self._product_and_delta(layer, x, weights, rank_rows)
 

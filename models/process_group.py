@@ -2,8 +2,10 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from torch import Tensor
 from lorakeet.kernels.mailbox import Mailbox, mailbox_shape
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # the name that it has since torch 2.13
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,8 +62,8 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    one_shot: OneShotSum | None = None
-    mailbox: Mailbox | None = None  # of sums that an epilogue makes itself
+    one_shot: OneShotSum | None = None  # of `all_reduce`, where it takes x
+    mailbox: Mailbox | None = None  # of `all_reduce_add_rms_norm`, where it takes x
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -119,21 +123,22 @@ def join(rank: int, size: int, address: str, device: torch.device, timeout: floa
             f"rank {rank} of {size} did not meet the others at {address}"
             f" within {timeout:.0f} seconds: {error}"
         ) from error
-    return ProcessGroup(rank, size, *_shared_memory(size, device))
-
-
-def _shared_memory(size: int, device: torch.device) -> tuple[OneShotSum, Mailbox] | tuple[()]:
-    """What is in memory that all ranks see; nothing where they cannot all have it."""
     if not _see_each_other(size, device):
-        return ()
-    shared: tuple[OneShotSum, Mailbox] | tuple[()] = ()
+        return ProcessGroup(rank, size)
+    one_shot, mailbox = by_all(OneShotSum, device), by_all(_mailbox, device)
+    return ProcessGroup(rank, size, one_shot=one_shot, mailbox=mailbox)
+
+
+def by_all(make: Callable[[torch.device], _T], device: torch.device) -> _T | None:
+    """What each rank makes in memory that the others see; None where not all can."""
+    made = None
     try:
-        shared = OneShotSum(device), _mailbox(device)
+        made = make(device)
     except RuntimeError as error:  # not every container may share its GPUs' memory
-        logger.warning("sums over GPUs go through NCCL alone: %s", error)
-    have_it = torch.tensor(int(bool(shared)), device=device)
+        logger.warning("sums over GPUs go through NCCL: %s", error)
+    have_it = torch.tensor(int(made is not None), device=device)
     dist.all_reduce(have_it, dist.ReduceOp.MIN)  # after it, all mailboxes are zeros
-    return shared if have_it else ()
+    return made if have_it else None
 
 
 def _mailbox(device: torch.device) -> Mailbox:

@@ -87,7 +87,10 @@ class EngineLoop:
         self._stopping = False
 
     def run(self, inbox: Inbox) -> None:
-        """Work until `Shutdown`; wait on the inbox while there is nothing to do."""
+        """Work until `Shutdown`; wait on the inbox while there is nothing to do.
+
+        At the end the device is through with all steps: other ranks may be ended then.
+        """
         self._wake = inbox.wake
         while not self._stopping:
             for command in inbox.receive(self._idle_seconds()):
@@ -95,6 +98,8 @@ class EngineLoop:
             self._outputs += self._adapters.work()
             self._step()
             self._report()
+        while self._in_flight:
+            self._apply()
 
     def _step(self) -> None:
         outputs, self._outputs = self._outputs, []

@@ -42,7 +42,6 @@ def run_engine(
     this is rank 0, in a process of its own: `die(reason)` must end it at once, from any thread,
     when another rank has ended.
     """
-    runner: Runner | None = None
     try:
         with _other_ranks(settings, model_folder, die) as followers:
             runner = _make_runner(settings, model_folder, followers)
@@ -50,16 +49,14 @@ def run_engine(
             loop = EngineLoop(make_scheduler(settings, runner), executor, runner.host_store, send)
             send(_info(settings, runner))
             loop.run(inbox)
+            runner.shutdown()
     except USER_ERRORS as error:
         send(EngineDead(str(error)))
         return False
     except Exception as error:
         logger.exception("the engine is dead")
         send(EngineDead(f"{type(error).__name__}: {error}"))
-        return False
-    finally:
-        if runner is not None:
-            runner.shutdown()
+        return False  # waits for no thread: one may wait for a device that waits for dead ranks
     return True
 
 

@@ -58,7 +58,11 @@ class SlotLoads:
         for one in running:
             if one.write is not None and not one.write.done():
                 self._running.append(one)
-            elif one.write is not None and (error := one.write.exception()):
+                continue
+            try:
+                if one.write is not None:
+                    one.write.result()
+            except Exception as error:  # of the pool's thread
                 self._fail(one.load, error)
             else:
                 self._finished.seconds[one.load.slot] = now - one.asked
@@ -73,7 +77,7 @@ class SlotLoads:
         self._pool.write_blend(load.slot, parts)
         return None
 
-    def _fail(self, load: SlotLoad, error: BaseException) -> None:
+    def _fail(self, load: SlotLoad, error: Exception) -> None:
         message = "adapter %d cannot be copied to its slot"
         logger.error(message, load.adapter_id, exc_info=error)
         self._pool.clear(load.slot)  # its tables are set, and there is room for its vocabulary

@@ -11,7 +11,7 @@ from lorakeet.kernels import activation, reference
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, takes
+from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, lora_linear_takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.kernels.paged_attention import paged_attention
 from lorakeet.kernels.rank_rows import RankRows
@@ -74,7 +74,7 @@ def test_one_graph_serves_every_mix_of_adapters(num_tokens: int) -> None:
 
     def step() -> torch.Tensor | None:
         add_delta(y.copy_(case.y), case)
-        return linear(case) if takes(case.x, case.weight) else None
+        return linear(case) if lora_linear_takes(case.x, case.weight) else None
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -141,7 +141,7 @@ def test_layers_of_an_8b_model(
     )
     exact, rounding = case.exact(), case.rounding()
     assert_rounded(add_delta(case.y.clone(), case), exact, rounding)
-    if takes(case.x, case.weight):
+    if lora_linear_takes(case.x, case.weight):
         assert_rounded(linear(case), case.exact_linear(), rounding)
         assert not case.counters.any()
     if len(slice_sizes) == 2:

@@ -11,7 +11,7 @@ from lorakeet.kernels import lora_linear as decode
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, takes
+from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, lora_linear_takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from support.lora_cases import POPULARITIES, LoRACase, assert_rounded, lora_case, popularity
 
@@ -168,7 +168,7 @@ def test_a_layer_that_no_adapter_of_the_pass_changes(
 ) -> None:
     """Nothing of what the pool has there is read, though tokens own rows in the list."""
     slots = popularity("with_base", num_tokens, len(RANKS))
-    case = lora_case(slots, RANKS, slice_sizes=(21, 9, 9), device=device, dtype=dtype, plain=True)
+    case = lora_case(slots, RANKS, slice_sizes=(21, 9, 9), device=device, dtype=dtype)
     nothing = torch.full_like(case.a, torch.nan), torch.full_like(case.b, torch.nan)
     count = torch.zeros_like(case.rank_rows.count)
     left = replace(case, a=nothing[0], b=nothing[1], rank_rows=replace(case.rank_rows, count=count))
@@ -280,7 +280,7 @@ def test_what_the_kernel_of_few_rows_takes(device: str, dtype: torch.dtype) -> N
     """Few rows, which start at whole 16 bytes."""
     weight = torch.zeros(8, 64, device=device, dtype=dtype)
     x = torch.zeros(MAX_TOKENS + 1, 72, device=device, dtype=dtype)
-    assert takes(x[:MAX_TOKENS, :64], weight)
-    assert not takes(x[:, :64], weight)
-    assert not takes(x[:4, 1:65], weight)
-    assert not takes(torch.zeros(4, 63, device=device, dtype=dtype), weight[:, :63])
+    assert lora_linear_takes(x[:MAX_TOKENS, :64], weight)
+    assert not lora_linear_takes(x[:, :64], weight)
+    assert not lora_linear_takes(x[:4, 1:65], weight)
+    assert not lora_linear_takes(torch.zeros(4, 63, device=device, dtype=dtype), weight[:, :63])
