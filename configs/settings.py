@@ -104,8 +104,9 @@ class Settings(BaseModel):
     )
     host_lora_memory: Size | None = Field(
         None,
-        description="Adapters kept in host memory; those that are not in use are put out and read"
-        " again from disk (default: a quarter of the memory)",
+        description="Adapters kept in host memory, which is never swapped out beside a GPU; those"
+        " that are not in use are put out and read again from disk (default: a quarter of the"
+        " memory)",
     )
     adapter_upload_dir: Path | None = Field(
         None,

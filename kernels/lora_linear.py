@@ -310,9 +310,9 @@ def lora_linear(
     h[t, j] = scales[j] · a[rows[j]] · x[t] + offsets[j], for j in the token's own range; slice by
     slice.
 
-    x: (T, in) and weight: (out, in), that `lora_linear_takes`; bias: (out,) or None; a: (slices, rows, in);
-    b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are equal;
-    arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left as zeros, one for
+    x: (T, in) and weight: (out, in), that `lora_linear_takes`; bias: (out,) or None; a: (slices,
+    rows, in); b: (rows, out), all of one dtype; slice_sizes: of the outputs, all but the first are
+    equal; arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left so, one for
     each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
     (T, out) of x's dtype, or its parts (splits, T, out) in float32, to be summed up by whoever
     reads them next. Sums are float32.

@@ -113,7 +113,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory, checked against the model, ready to be copied to the pool."""
+    """An adapter in host memory, checked against the model, ready to be copied to the pool. Its
+    groups lie in `host_memory.Pages`: whoever lets the device copy them holds it until then."""
 
     digest: str  # sha256 over config and tensors: the content identity
     rank: int  # the largest of all its groups

@@ -251,6 +251,23 @@ def test_silu_mul_adds_the_delta(name: str, size: int, device: str, dtype: torch
     torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=rtol)
 
 
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("size", [19, 300])
+def test_silu_mul_in_a_layer_that_no_adapter_of_the_pass_changes(
+    size: int, device: str, dtype: torch.dtype
+) -> None:
+    """Nothing of the pool is read, nor of what the shrink has left unset."""
+    slots = popularity("with_base", 70, len(RANKS))
+    case = lora_case(slots, RANKS, slice_sizes=(size, size), device=device, dtype=dtype)
+    assert (case.rank_rows.magnitudes >= 0).any()
+    rank_rows = replace(case.rank_rows, count=torch.zeros_like(case.rank_rows.count))
+    nothing = torch.full_like(case.a, torch.nan), torch.full_like(case.b, torch.nan)
+    delta = delta_of(replace(case, a=nothing[0], b=nothing[1], rank_rows=rank_rows))
+    assert delta.h.isnan().all()
+    found = activation.silu_mul(case.y, delta, dtype)
+    assert torch.equal(found, activation.silu_mul(case.y, None, dtype))
+
+
 @pytest.mark.parametrize("name", POPULARITIES)
 def test_embedding(name: str, device: str, dtype: torch.dtype) -> None:
     slots = popularity(name, 9, len(RANKS))

@@ -244,6 +244,114 @@ def test_what_is_left_to_the_epilogue_is_the_delta(target: Target) -> None:
     assert torch.equal(y, whole)
 
 
+@cache
+def pool_of_the_first_layers(device: str = "cpu") -> tuple[dict[int, Adapter], AdapterPool]:
+    """Slots 1 and 2 leave the second layer alone, slot 3 does not. All that the pool has there is
+    NaN."""
+    groups = LINEAR[:-1]
+    plain, scaling = (
+        random_adapter(dict.fromkeys(groups, (rank, 0, 0)), seed=rank) for rank in (5, 40)
+    )
+    scaling = with_vectors(scaling, magnitude=groups)
+    for weights in scaling.groups.values():
+        assert weights.magnitude is not None
+        weights.magnitude[1:] = 0
+    adapters = {1: plain, 2: scaling, 3: ADAPTERS[2]}
+    pool = filled_pool(adapters, device=device)
+    for name in groups:
+        weights_there = pool.layer(name, 1)
+        weights_there.a.fill_(torch.nan)
+        weights_there.b.fill_(torch.nan)
+    return adapters, pool
+
+
+@pytest.mark.parametrize("num_tokens", [23, 129])
+def test_a_layer_that_no_adapter_of_the_pass_changes_is_not_read(
+    target: Target, num_tokens: int
+) -> None:
+    """Though they change another of its group, and an adapter of no row changes it."""
+    adapters, pool = pool_of_the_first_layers(target.device)
+    slots = (np.arange(num_tokens, dtype=np.int32) + 2) % 3
+    for name in LINEAR[:-1]:
+        spec, layer = SPEC[name], base_layer(SPEC[name], True, target.device)
+        x, y = input_of(spec, num_tokens), base_output(spec, num_tokens)
+        on_device = x.to(target.device)
+        base = layer.product(on_device).cpu().double()
+        for index in (0, 1):
+            weights = pool.layer(name, index)
+            found = target.backend.linear(layer, on_device, weights, target.batch(slots, pool))
+            found = found.sum(0) if found.dim() == 3 else found
+            delta = expected_delta(spec, index, x, adapters, slots, base)
+            assert delta.any() == (index == 0)
+            torch.testing.assert_close(found.cpu().double(), base + delta, atol=5e-5, rtol=1e-5)
+            added = add(target, pool, spec, index, x, target.batch(slots, pool), y)
+            if index == 1:
+                assert torch.equal(bits(added), bits(y))
+            else:
+                want = y + expected_delta(spec, index, x, adapters, slots, y)
+                torch.testing.assert_close(added.double(), want, atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [23, 129])
+def test_an_epilogue_reads_nothing_of_a_layer_that_no_adapter_of_the_pass_changes(
+    target: Target, num_tokens: int
+) -> None:
+    adapters, pool = pool_of_the_first_layers(target.device)
+    slots = (np.arange(num_tokens, dtype=np.int32) + 2) % 3
+    spec = SPEC["gate_up_proj"]
+    layer, x = base_layer(spec, True, target.device), input_of(spec, num_tokens)
+    on_device = x.to(target.device)
+    base = layer.product(on_device).cpu().double()
+    for index in (0, 1):
+        weights, batch = pool.layer(spec.name, index), target.batch(slots, pool)
+        y, delta = target.backend.linear_and_delta(layer, on_device, weights, batch)
+        want = base + expected_delta(spec, index, x, adapters, slots, base)
+        if isinstance(target.backend, TorchBackend):
+            assert delta is None
+            torch.testing.assert_close(y.double(), want, atol=5e-5, rtol=1e-5)
+            continue
+        from lorakeet.kernels import activation, reference
+
+        assert (delta is None) == (num_tokens == 23)
+        found = activation.silu_mul(y, delta, torch.float32)
+        exact = reference.silu_mul(want, torch.float64)
+        # a product of two sums, each of which may be off by 5e-5
+        torch.testing.assert_close(found.cpu().double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("moved", ["x", "weight"])
+@pytest.mark.parametrize(("start", "more"), [(0, 1), (1, 4)], ids=["stride", "start"])
+def test_rows_that_do_not_start_at_whole_16_bytes(
+    target: Target, start: int, more: int, moved: str
+) -> None:
+    """The kernel of few rows does not take them; the values are those of rows that do."""
+
+    def moved_rows(values: Tensor) -> Tensor:
+        size = values.shape[1]
+        wide = values.new_full((len(values), size + more), torch.nan)
+        wide[:, start : start + size] = values
+        return wide[:, start : start + size]
+
+    slots = np.array(popularity("with_base", 23, len(ADAPTERS)), dtype=np.int32)
+    pool = pool_with_vectors(target.device)
+    for name in LINEAR[:-1]:
+        spec, layer = SPEC[name], base_layer(SPEC[name], True, target.device)
+        x, weights = input_of(spec, len(slots)).to(target.device), pool.layer(name, 0)
+        want = target.backend.linear(layer, x, weights, target.batch(slots, pool))
+        want = want.sum(0) if want.dim() == 3 else want
+        if moved == "x":
+            x = moved_rows(x)
+        else:
+            layer.weight.data = moved_rows(layer.weight)
+        if not isinstance(target.backend, TorchBackend):
+            from lorakeet.kernels.lora_linear import lora_linear_takes
+
+            assert not lora_linear_takes(x, layer.weight)
+        found = target.backend.linear(layer, x, weights, target.batch(slots, pool))
+        assert found.shape == want.shape
+        torch.testing.assert_close(found, want, atol=5e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("times", [1, 40])
 def test_sixteen_bit_magnitudes_are_rounded_once(times: int) -> None:
     adapters = {

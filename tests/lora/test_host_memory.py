@@ -68,7 +68,7 @@ def test_an_adapter_is_held_until_the_device_has_copied_it() -> None:
     """Also when it is put out of host memory meanwhile, and its pages are wanted by others."""
     pool = poisoned_pool(3, 3, device="cuda")
     values = random_adapter(same_rank(3), 1)
-    pages = Pages(values.num_bytes)
+    pages = Pages(sum(each.a.nbytes + each.b.nbytes for each in values.groups.values()))
     groups, position = {}, 0
     for name, group in values.groups.items():
         tensors = []
@@ -82,8 +82,7 @@ def test_an_adapter_is_held_until_the_device_has_copied_it() -> None:
     gone = weakref.ref(pages)
     del pages, groups, tensors, block
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side), pool._copies.use():
+    with pool._copies.use():
         torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
     write = pool.write(Slot(1), range(3), adapter)
     del adapter

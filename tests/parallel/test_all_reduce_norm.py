@@ -1,5 +1,6 @@
 """Norms of sums over the ranks, by mailboxes: between processes that share memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,15 @@ import torch
 
 from lorakeet.kernels import reference
 from lorakeet.kernels.mailbox import Mailbox, mailbox_shape
-from support.mailboxes import EPS, NUM_ROWS, Call, make_calls, mixed_calls, shared_boxes
+from support.mailboxes import (
+    EPS,
+    NUM_ROWS,
+    Call,
+    make_calls,
+    mixed_calls,
+    shared_boxes,
+    used_boxes,
+)
 from support.ranks import run_ranks
 
 # the old way: more rows, more columns, or another dtype than mailboxes take
@@ -24,8 +33,25 @@ TAKEN_BY_NONE = [
 def test_all_ranks_get_the_norm_of_the_sum(tmp_path: Path, size: int) -> None:
     calls = [*mixed_calls(40), *TAKEN_BY_NONE, *mixed_calls(40)]
     run_ranks(size, make_calls, calls, shared_boxes(size), tmp_path)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
-    assert all(collectives == ["all_reduce"] * len(TAKEN_BY_NONE) for _, collectives in ranks)
+    check_results(tmp_path, size, calls, ["all_reduce"] * len(TAKEN_BY_NONE))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("last_call", [2**31 - 3, -2])
+def test_the_number_of_calls_may_wrap(tmp_path: Path, last_call: int) -> None:
+    """After days: from the largest int32 to the least, and then by way of 0."""
+    kinds = [(64, 3, torch.bfloat16), (70, None, torch.float16), (6, 1, torch.bfloat16)]
+    calls = [Call(NUM_ROWS, *kind) for kind in kinds * 2]
+    run_ranks(2, make_calls, calls, used_boxes(2, last_call), tmp_path, last_call)
+    check_results(tmp_path, 2, calls, [])
+
+
+def check_results(
+    folder: Path, size: int, calls: Sequence[Call], collectives: Sequence[str]
+) -> None:
+    """Of `make_calls` on all ranks."""
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+    assert all(done == collectives for _, done in ranks)
     for seed, call in enumerate(calls):
         ys = [call.values(seed, rank).float() for rank in range(size)]
         if call.num_parts is not None:

@@ -14,13 +14,16 @@ from lorakeet.lora.host_store import HostStore
 from lorakeet.server.engine import inline
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.inline import InlineEngine, QueueInbox
+from lorakeet.server.engine.loop import EngineLoop
 from lorakeet.server.engine.messages import (
     AbortRequests,
     AddRequest,
     EngineStats,
     RequestOutput,
     SamplingParams,
+    Shutdown,
 )
+from lorakeet.server.engine.run import make_scheduler
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
@@ -164,7 +167,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     gate = threading.Event()
     read = HostStore._read
 
-    def wait_and_read(self: HostStore, adapter_id: AdapterId, path: Path) -> Adapter:
+    def wait_and_read(self: HostStore, adapter_id: AdapterId, path: Any) -> Adapter:
         assert gate.wait(30)
         return read(self, adapter_id, path)
 
@@ -306,6 +309,41 @@ def test_shutdown_ends_open_streams_with_an_error(model: Path) -> None:
             assert not engine.healthy
 
     run(test)
+
+
+def test_at_its_end_all_steps_have_been_waited_for(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Shutdown` arrives with as many in flight as there may be: other ranks have part in them."""
+    settings, inbox = cpu_settings(model), QueueInbox()
+    runner = Runner(settings, model)
+    runner_launch = runner.launch
+    launched: list[int] = []
+    ended: list[int] = []
+
+    def watched(step: Step) -> Callable[[], StepResult]:
+        wait, number = runner_launch(step), len(launched)
+        launched.append(number)
+        if number == 3:
+            assert len(launched) - len(ended) == runner.depth
+            inbox.put(Shutdown())
+
+        def result() -> StepResult:
+            one = wait()
+            ended.append(number)
+            return one
+
+        return result
+
+    monkeypatch.setattr(runner, "launch", watched)
+    loop = EngineLoop(
+        make_scheduler(settings, runner), runner, runner.host_store, lambda event: None
+    )
+    inbox.put(request("a", max_tokens=LONG))
+    loop.run(inbox)
+    assert 4 <= len(launched) < 10
+    assert ended == launched
+    runner.shutdown()
 
 
 def test_a_fault_of_the_step_is_the_end_of_the_engine(

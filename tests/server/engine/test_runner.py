@@ -1,6 +1,7 @@
 """The runner on tiny real models, against PEFT one prompt at a time."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,44 @@ def test_a_copy_that_fails_is_reported_and_the_slot_can_be_used_again(files: Fil
     result = engine.runner.launch(Step(loads=(SlotLoad(adapter_id, Slot(1), rows),)))()
     assert result.loaded == (1,)
     assert len(result.load_seconds) == 1
+
+
+def test_copies_start_before_the_pass_of_their_step(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they are made beside it."""
+    runner = engine_with_adapters(files).runner
+    order: list[str] = []
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return recording
+
+    monkeypatch.setattr(runner.pool, "write", recorded("copy", runner.pool.write))
+    monkeypatch.setattr(runner, "_run_model", recorded("pass", runner._run_model))
+    prompt, seq_id = prompt_of(6, 1), SequenceId(0)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    loads, first_row = [], 0
+    for number in (1, 2):
+        num_rows = runner.host_store.get(AdapterId(number)).num_rows
+        rows = tuple(range(first_row, first_row + num_rows))
+        loads.append(SlotLoad(AdapterId(number), Slot(number), rows))
+        first_row += num_rows
+    step = Step(
+        loads=tuple(loads),
+        new=(NewSequence(seq_id, tuple(prompt), len(prompt), sampling, (), Slot(0), ()),),
+        sequences=(
+            ScheduledSequence(seq_id, 0, len(prompt), (BlockId(0), BlockId(1)), samples=True),
+        ),
+    )
+    result = runner.launch(step)()
+    assert order == ["copy", "copy", "pass"]
+    assert result.loaded == (1, 2)
+    token_ids = [sampled.token_id for sampled in result.sampled]
+    assert token_ids == peft_greedy(files.model, None, prompt, 1)
 
 
 # --- rows and arrays ---
