@@ -23,7 +23,7 @@ class SlotRows:
     rows: Ints  # (J,)
     scales: NDArray[np.float32]  # (J,) factor on A x
     offsets: NDArray[np.float32]  # (J,) added to that
-    magnitude: int  # the row of DoRA's magnitudes; -1: none
+    magnitude: int  # the row of DoRA's magnitudes; -1: none, as where J is 0
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,13 @@ def shared_memory_of(device: torch.device) -> int | None:
 
 
 def _measured(block_m: int, output_size: int, itemsize: int) -> LinearTiles:
-    is_wide = output_size >= 16384
     if itemsize > 2:
         return LinearTiles(64, 32, 3, 4, 32, 3)
     if block_m <= 32:
         return LinearTiles(64, 128, 4, 4, 128, 3)
     if block_m <= 64:
-        return LinearTiles(128, 64, 4, 4, 128, 3) if is_wide else LinearTiles(64, 64, 6, 4, 128, 3)
-    return LinearTiles(128, 64, 5, 8, 64, 5) if is_wide else LinearTiles(64, 128, 4, 4, 64, 5)
+        wide, narrow = LinearTiles(128, 64, 4, 4, 128, 3), LinearTiles(64, 64, 6, 4, 128, 3)
+        return wide if output_size >= 16384 else narrow
+    # every tile reads all of x: with many tiles that is more than the weights
+    wide, narrow = LinearTiles(128, 64, 5, 8, 64, 5), LinearTiles(64, 128, 4, 4, 64, 5)
+    return wide if output_size >= 8192 else narrow

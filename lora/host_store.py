@@ -24,7 +24,7 @@ from lorakeet.lora.peft_files import read_adapter
 
 _log = logging.getLogger(__name__)
 
-_NUM_WORKERS = 4  # threads that the reads share
+_NUM_WORKERS = max(4, min(8, (os.cpu_count() or 1) // 2))  # threads that the reads share
 
 
 def default_host_bytes() -> int:

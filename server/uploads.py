@@ -45,7 +45,7 @@ MAX_FIELD_BYTES = 1024
 MAX_RUNNING = 4  # uploads at once: each holds three blocks in memory and up to two threads
 MIN_FREE = 2**30  # bytes of the disk that no upload may take
 _FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
-_BLOCK = 2**20  # bytes that are handed to a thread at a time
+_BLOCK, _MOST_CHUNKS = 2**20, 2**10  # bytes that are handed to a thread at a time, of chunks
 _OVERHEAD = 2**16  # bytes of a body that are not files
 
 
@@ -159,13 +159,15 @@ async def _receive(request: Request, receiver: "_Receiver") -> None:
 
 
 async def _blocks(request: Request) -> AsyncIterator[bytes]:
-    block = bytearray()
+    chunks: list[bytes] = []
+    size = 0
     async for chunk in request.stream():
-        block += chunk
-        if len(block) >= _BLOCK:
-            yield bytes(block)
-            block.clear()
-    yield bytes(block)
+        chunks.append(chunk)
+        size += len(chunk)
+        if size >= _BLOCK or len(chunks) >= _MOST_CHUNKS:
+            yield b"".join(chunks)
+            chunks, size = [], 0
+    yield b"".join(chunks)
 
 
 def _finish(receiver: "_Receiver", final: Path) -> None:

@@ -118,7 +118,7 @@ def lora_case(
         a[:, own] = normal(len(slice_sizes), rank, input_size, scale=input_size**-0.5)
         b[own] = normal(rank, sum(slice_sizes), scale=max(rank, 1) ** -0.5)
         magnitude = -1
-        if slot % 3 == 0 and not plain:
+        if slot % 3 == 0 and rank and not plain:
             magnitude = free.pop()
             b[magnitude] = normal(sum(slice_sizes), scale=0.5)
         scales, offsets = torch.ones(rank), torch.zeros(rank)
