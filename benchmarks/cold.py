@@ -9,9 +9,8 @@ pool for half of them and room for all in host memory, where each is read to fir
 One request at a time, beside 16 streams that decode on a quarter of the adapters: first requests to
 adapters that are resident in the pool, so nothing is loaded; then two to each of the others in
 turn, of which the first finds its adapter in host memory only, the second in the pool. The penalty
-at a percentile is the difference of the two times to the first token there. (The differences within
-pairs are listed too, and beside them those of pairs in which both are resident: a request may come
-early or late in a step, so two alike differ as well.)
+is the difference of the two times to the first token. (Beside them are those of pairs in which both
+are resident: a request may come early or late in a step, so two alike differ as well.)
 
 Then Poisson arrivals at a rate, each adapter as likely: of a working set that fits the pool, then
 of one of twice its size.
@@ -209,8 +208,7 @@ def report(found: Found) -> None:
     for name, values in rows.items():
         p50, p99 = percentiles(values)
         print(f"{name:<34}  {len(values):7d}  {p50:8.2f}  {p99:8.2f}")
-    cold, warm = percentiles(loading.first), percentiles(loading.second)
-    penalty = " / ".join(f"{a - b:.1f}" for a, b in zip(cold, warm, strict=True))
+    penalty = " / ".join(f"{value:.1f}" for value in percentiles(pairs["host memory"]))
     gap_ratio = percentiles(loading.gaps)[1] / percentiles(resident.gaps)[1]
     ttft_ratio = percentiles(larger)[0] / percentiles(fits)[0]
     print(
