@@ -49,7 +49,7 @@ class Pages(mmap.mmap):
     def pin(self, device: torch.device) -> None:
         """Let a GPU copy from them by itself, for as long as they are there.
 
-        Fast once they are written: 84 MB take 3 ms, an allocation of pinned memory 65, in which the
+        Fast once they are written; to allocate pinned memory takes many times as long, and the
         device stands still. Where it is not allowed, that is logged, and copies take longer.
         """
         address = self.tensor().data_ptr()
