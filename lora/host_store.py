@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
@@ -21,6 +22,7 @@ from torch import Tensor
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, GroupSpec
 from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_files import read_adapter
+from lorakeet.lora.streams import keeping_nothing
 
 _log = logging.getLogger(__name__)
 
@@ -212,7 +214,8 @@ class HostStore:
     # --- with the lock held ---
 
     def _submit(self, adapter_id: AdapterId, record: _Record) -> Future[Adapter]:
-        record.future = self._readers.submit(self._read, adapter_id, record)
+        read = partial(self._read, adapter_id, record)
+        record.future = self._readers.submit(keeping_nothing, read)
         return record.future
 
     def _holds_others(self, ids: Collection[AdapterId]) -> bool:
@@ -249,8 +252,7 @@ class HostStore:
         record.reserved = 0
         if adapter is None:
             return 0
-        if self._replicas is not None:
-            self._replicas.release(adapter_id)
+        self._release_replicas(adapter_id)
         self._references[adapter.digest] -= 1
         if self._references[adapter.digest]:
             return 0
@@ -268,6 +270,7 @@ class HostStore:
         for path in others:
             with contextlib.suppress(AdapterError):
                 return self._read_folder(adapter_id, record, path)
+            self._release_replicas(adapter_id)  # before they read it under another path
         try:
             return self._read_folder(adapter_id, record, last)
         except AdapterError:
@@ -332,9 +335,12 @@ class HostStore:
 
     def _forget_read(self, adapter_id: AdapterId, record: _Record) -> None:
         """After a failure: an id that was never loaded is not known any more."""
-        if self._replicas is not None:
-            self._replicas.release(adapter_id)
+        self._release_replicas(adapter_id)
         with self._lock:
             record.future, record.reserved = None, 0
             if record.num_bytes == 0:
                 self._records.pop(adapter_id, None)
+
+    def _release_replicas(self, adapter_id: AdapterId) -> None:
+        if self._replicas is not None:
+            self._replicas.release(adapter_id)

@@ -1,6 +1,5 @@
 """Adapters' weights on their way into rows of the pool."""
 
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lorakeet.lora.adapter import Adapter, GroupWeights
 from lorakeet.lora.staging import Staging
-from lorakeet.lora.streams import SideStream, side_thread
+from lorakeet.lora.streams import SideStream, keeping_nothing, side_thread
 
 
 class RowWriter:
@@ -48,7 +47,7 @@ class RowWriter:
         adapter is held until then.
         """
         copy = partial(self._copy, [*rows], adapter, readers, fill_vocabulary)
-        return self._thread.submit(_keeping_nothing, copy)
+        return self._thread.submit(keeping_nothing, copy)
 
     def close(self) -> None:
         """End the thread: after the copy that it is at, those behind it are dropped."""
@@ -118,19 +117,6 @@ class RowWriter:
 
     def _stage_ids(self, ids: Sequence[int]) -> Tensor:
         return self._staging.to_device(torch.tensor(ids, dtype=torch.int64))
-
-
-def _keeping_nothing(copy: Callable[[], None]) -> None:
-    """Who has the error of a copy would have what lies on the device, which the next may need."""
-    try:
-        copy()
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__context__
-        del copy
-        raise
 
 
 @dataclass(frozen=True)

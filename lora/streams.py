@@ -1,5 +1,6 @@
 """Work beside the model's passes on CUDA."""
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -61,6 +62,20 @@ def side_thread(device: torch.device, name: str) -> Executor:
     return ThreadPoolExecutor(
         1, name, initializer=_set_up, initargs=(device, torch.get_num_threads())
     )
+
+
+def keeping_nothing(job: Callable[[], _T]) -> _T:
+    """For a job in a thread: who has its error would have all that its frames have, a file or what
+    lies on the device, for as long as Python's collector takes."""
+    try:
+        return job()
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        del job
+        raise
 
 
 def _set_up(device: torch.device, num_threads: int) -> None:

@@ -1,9 +1,12 @@
 """The host store over real files: background reads, sharing by content, release at any moment."""
 
+import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 
 from lorakeet.lora import host_store
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, AdapterNotFoundError
+from lorakeet.lora.host_memory import Pages
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.specs import group_specs
@@ -21,6 +25,7 @@ from lorakeet.models.config import load_config
 from support.adapters import edit_tensors, make_adapter
 from support.deltas import read
 from support.models import tiny_model
+from support.servers import wait_until
 
 ONE, TWO, THREE = AdapterId(1), AdapterId(2), AdapterId(3)
 TIMEOUT = 60
@@ -404,3 +409,41 @@ def test_reads_under_way_have_their_room(model: Path, adapters: list[Path], gate
     assert held(store) == [2]
     assert store.num_bytes == store.get(TWO).num_bytes
     store.shutdown()
+
+
+@pytest.mark.parametrize("fault", ["NaN", "cut short", "other contents"])
+def test_a_read_that_fails_keeps_no_memory(
+    store: HostStore,
+    adapters: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """Also while its error is kept, and without Python's collector."""
+    made: list[weakref.ref[Pages]] = []
+
+    class Watched(Pages):
+        def __new__(cls, num_bytes: int) -> "Watched":
+            pages = super().__new__(cls, num_bytes)
+            made.append(weakref.ref(pages))
+            return pages  # type: ignore[return-value]
+
+    monkeypatch.setattr("lorakeet.lora.canonical.Pages", Watched)
+    monkeypatch.setattr("lorakeet.lora.tensor_file.Pages", Watched)
+    folder = tmp_path / "bad"
+    shutil.copytree(adapters[0], folder)
+    file = folder / "adapter_model.safetensors"
+    if fault == "NaN":
+        file.write_bytes(file.read_bytes()[:-4] + b"\x00\x00\xc0\x7f")
+    elif fault == "cut short":
+        file.write_bytes(file.read_bytes()[:-4])
+    gc.collect()
+    gc.disable()
+    try:
+        future = store.load(ONE, folder, "0" * 64 if fault == "other contents" else None)
+        error = future.exception(TIMEOUT)
+        assert isinstance(error, AdapterError)
+        assert made
+        wait_until(lambda: not any(one() for one in made), "all is freed")
+    finally:
+        gc.enable()

@@ -449,6 +449,23 @@ def test_a_read_that_fails_on_one_rank_is_kept_on_none(
     assert mirror.store.holds(ONE)
 
 
+def test_another_path_is_read_by_all_ranks_after_one_that_has_other_contents_now(
+    stores: tuple[HostStore, Mirror], adapters: list[Path], tmp_path: Path
+) -> None:
+    store, mirror = stores
+    first = tmp_path / "first"
+    shutil.copytree(adapters[0], first)
+    adapter = store.load(ONE, first).result(timeout=60)
+    store.update(ONE, [first, adapters[0]], pinned=False)
+    store.max_bytes = 1
+    assert store.make_room(set) == [ONE]
+    shutil.copytree(adapters[1], first, dirs_exist_ok=True)
+    future = store.reload(ONE)
+    assert future is not None
+    assert future.result(timeout=60).digest == adapter.digest
+    assert mirror.store.get(ONE).digest == adapter.digest
+
+
 def test_ranks_that_read_different_contents(
     stores: tuple[HostStore, Mirror], adapters: list[Path]
 ) -> None:
