@@ -4,7 +4,7 @@
 The first programs of the grid are the shrink; they run while the others read the layer's weights.
 Those add the expand to the tile that they hold, when the shrink's programs have all arrived. So
 LoRA costs its bytes: no launch, and no second pass over y. Weights and x come in tiles by the GPU's
-copy engine (TMA), where it has one: that is what makes the products as fast as cuBLAS's.
+copy engine (TMA), where it has one.
 """
 
 from collections.abc import Sequence

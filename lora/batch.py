@@ -145,13 +145,13 @@ def values_by_layer(
 ) -> Ints:
     """(2, layers of the pool): `arrivals` and `counts` of a batch with these lists."""
     distinct = np.unique(slots)
-    counts = [
-        ranks[:, distinct].any(1) * (len(lists[group].rows) if group in lists else 0)
-        for group, ranks in pool.tables.ranks.items()
-    ]
-    values = np.zeros((2, pool.num_layers), np.int32)
-    values[1] = np.concatenate(counts)
-    return values
+    counts = np.concatenate(
+        [
+            ranks[:, distinct].any(1) * (len(lists[group].rows) if group in lists else 0)
+            for group, ranks in pool.tables.ranks.items()
+        ]
+    ).astype(np.int32)
+    return np.stack([np.zeros_like(counts), counts])
 
 
 def static_room(pool: AdapterPool) -> int:
@@ -179,10 +179,9 @@ class StaticRankRows:
         lists = list_by_group(slots, self._pool, self._groups)
         packed = {id(arrays): pack(arrays, self._room) for arrays in set(lists.values())}
         by_group = [packed[id(lists[group])] for group in self._groups]
-        by_layer = np.zeros(self._front_size, np.int32)
-        values = values_by_layer(slots, lists, self._pool)
-        by_layer[: values.size] = values.reshape(-1)
-        return np.concatenate([by_layer, *by_group])
+        by_layer = values_by_layer(slots, lists, self._pool).reshape(-1)
+        front = np.pad(by_layer, (0, self._front_size - len(by_layer)))
+        return np.concatenate([front, *by_group])
 
     def batch(self, values: Tensor, slots: Tensor) -> LoRABatch:
         """The views of a buffer that `pack` has filled."""

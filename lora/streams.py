@@ -1,4 +1,4 @@
-"""Work beside the model's passes on CUDA."""
+"""Work beside the model's passes: on streams of CUDA, and in threads."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator

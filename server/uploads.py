@@ -45,7 +45,8 @@ MAX_FIELD_BYTES = 1024
 MAX_RUNNING = 4  # uploads at once: each holds three blocks in memory and up to two threads
 MIN_FREE = 2**30  # bytes of the disk that no upload may take
 _FOLDER = re.compile(r"\.?upload-[0-9a-f]{32}")
-_BLOCK, _MOST_CHUNKS = 2**20, 2**10  # bytes that are handed to a thread at a time, of chunks
+_BLOCK = 2**20  # bytes that are handed to a thread at a time
+_MOST_CHUNKS = 2**10  # of a block: small ones take more memory than they have bytes
 _OVERHEAD = 2**16  # bytes of a body that are not files
 
 

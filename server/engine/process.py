@@ -114,7 +114,7 @@ def _event_socket(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "z
 def set_up_threads(settings: Settings) -> None:
     """Share the cores that this process may use with the other ranks, and Python among threads.
 
-    Beside a GPU a few cores are enough: what is left for them is to copy weights.
+    Beside a GPU a few cores are enough: what is left for them is to copy embedding and head rows.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     if sys.platform == "linux" and "OMP_NUM_THREADS" not in os.environ:

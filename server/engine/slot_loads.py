@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from lorakeet.lora.adapter import Adapter, Slot
+from lorakeet.lora.adapter import Slot
 from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.server.engine.step import SlotLoad
@@ -25,7 +25,7 @@ class FinishedLoads:
 @dataclass(frozen=True)
 class _RunningLoad:
     load: SlotLoad
-    write: Future[None] | None  # None: there was nothing to copy
+    write: Future[None]
     asked: float
 
 
@@ -43,25 +43,27 @@ class SlotLoads:
         when the host store puts it out. Whatever goes wrong is for `take_finished` to tell."""
         asked = time.perf_counter()
         for load in loads:
-            adapter = None if load.parts else self._host_store.get(load.adapter_id)
             try:
-                write = self._write(load, adapter)
+                if load.parts:
+                    self._blend(load)
+                    self._finished.seconds[load.slot] = time.perf_counter() - asked
+                else:
+                    adapter = self._host_store.get(load.adapter_id)
+                    write = self._pool.write(load.slot, load.rows, adapter)
+                    self._running.append(_RunningLoad(load, write, asked))
             except (ValueError, RuntimeError) as error:  # torch raises RuntimeError, also for OOM
                 self._fail(load, error)
-            else:
-                self._running.append(_RunningLoad(load, write, asked))
 
     def take_finished(self) -> FinishedLoads:
         """Slots whose copy has completed or failed since the last call. Never waits."""
         now = time.perf_counter()
         running, self._running = self._running, []
         for one in running:
-            if one.write is not None and not one.write.done():
+            if not one.write.done():
                 self._running.append(one)
                 continue
             try:
-                if one.write is not None:
-                    one.write.result()
+                one.write.result()
             except Exception as error:  # of the pool's thread
                 self._fail(one.load, error)
             else:
@@ -69,13 +71,10 @@ class SlotLoads:
         finished, self._finished = self._finished, FinishedLoads()
         return finished
 
-    def _write(self, load: SlotLoad, adapter: Adapter | None) -> Future[None] | None:
-        self._pool.clear(load.slot)
-        if adapter is not None:
-            return self._pool.write(load.slot, load.rows, adapter)
+    def _blend(self, load: SlotLoad) -> None:
+        """There is nothing to copy."""
         parts = [(part.slot, part.num_rows, part.weight) for part in load.parts]
         self._pool.write_blend(load.slot, parts)
-        return None
 
     def _fail(self, load: SlotLoad, error: Exception) -> None:
         message = "adapter %d cannot be copied to its slot"
