@@ -10,13 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.attend import KEYS, attend, tile_size
-
-MAX_SPLITS = 16
-MIN_SPLIT = 512  # keys
-SMALL_SPLIT = 128  # where so few programs would leave most of a GPU idle
-FEW_PROGRAMS = 128  # sequences x KV heads
-MANY_PROGRAMS = 1024
+from lorakeet.kernels.attend import attend, tile_size
+from lorakeet.kernels.tiles import decode_tiles
 
 
 @triton.jit
@@ -156,9 +151,8 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
     most_keys = min(max_context_len, window) if window else max_context_len
-    min_split = SMALL_SPLIT if num_decodes * num_kv_heads <= FEW_PROGRAMS else MIN_SPLIT
-    num_splits = max(1, min(MAX_SPLITS, triton.cdiv(most_keys, min_split)))
-    keys, warps = (32, 4) if num_decodes * num_kv_heads > MANY_PROGRAMS else (KEYS, 2)
+    tiles = decode_tiles(num_decodes * num_kv_heads, head_dim * q.itemsize)
+    num_splits = max(1, min(tiles.max_splits, triton.cdiv(most_keys, tiles.min_split)))
     shape = (num_decodes, num_heads, num_splits)
     totals = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     weights = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -177,17 +171,17 @@ def paged_decode(
         q.stride(0),
         block_tables.stride(0),
         WINDOW=window,
-        MAX_SPLITS=MAX_SPLITS,
-        MIN_SPLIT=min_split,
+        MAX_SPLITS=tiles.max_splits,
+        MIN_SPLIT=tiles.min_split,
         BLOCK_SIZE=block_size,
         GROUP=group,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_M=tile_size(group),
-        BLOCK_N=keys,
+        BLOCK_N=tiles.keys,
         BLOCK_D=tile_size(head_dim),
-        num_warps=warps,
-        num_stages=2,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     if num_splits == 1:
         return
@@ -199,8 +193,8 @@ def paged_decode(
         context_lens,
         num_splits,
         WINDOW=window,
-        MAX_SPLITS=MAX_SPLITS,
-        MIN_SPLIT=min_split,
+        MAX_SPLITS=tiles.max_splits,
+        MIN_SPLIT=tiles.min_split,
         HEAD_DIM=head_dim,
         BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_D=tile_size(head_dim),

@@ -1,4 +1,4 @@
-"""Tile sizes of `lora_linear`, by measurement on an H200; by shapes and device alone."""
+"""Tile sizes by measurement on an H200; by shapes and device alone."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -41,6 +41,28 @@ def linear_tiles(
         shrink_stages=max(1, min(tiles.shrink_stages, shared_memory // shrink_row)),
         expand_stages=max(1, min(tiles.expand_stages, shared_memory // expand_row)),
     )
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    keys: int  # that a program of decode attention takes at a time
+    warps: int
+    stages: int  # of keys on their way, and of the blocks that say where they lie
+    min_split: int  # keys of a program
+    max_splits: int  # of a context
+
+
+def decode_tiles(num_heads: int, key_size: int) -> DecodeTiles:
+    """`num_heads`: KV heads of all sequences; `key_size`: of one key, in bytes. Few heads would
+    leave most of a GPU idle, were their contexts not split."""
+    if num_heads <= 16:
+        return DecodeTiles(32, 4, 2, min_split=32, max_splits=64)
+    if num_heads <= 128:
+        return DecodeTiles(32, 4, 2, min_split=32, max_splits=8)
+    keys, warps, stages = (64, 2, 5) if num_heads <= 384 and key_size <= 256 else (64, 2, 2)
+    if num_heads > 1024:
+        keys, warps = 32, 4
+    return DecodeTiles(keys, warps, stages, min_split=512, max_splits=16)
 
 
 @lru_cache

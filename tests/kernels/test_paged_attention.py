@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lorakeet.kernels import paged_decode, paged_prefill, reference
 from lorakeet.kernels.paged_attention import paged_attention
+from lorakeet.kernels.tiles import decode_tiles
 from support.paged_cases import PagedCase, paged_case
 
 # of rows and heads that only fill up a tile: numpy warns of what a GPU passes over
@@ -86,9 +87,19 @@ def test_tile_sizes_are_free(
     assert_close(paged_attention(*case.args, 0.25, 3), exact_attention(case, 0.25, 3))
 
 
+@pytest.mark.parametrize("num_heads", [5, 100, 300, 500, 2000])
 @pytest.mark.parametrize("window", [None, 300, 40])
-def test_long_decodes_are_split(window: int | None, device: str, dtype: torch.dtype) -> None:
-    split, most = paged_decode.MIN_SPLIT, paged_decode.MAX_SPLITS
+def test_long_decodes_are_split(
+    num_heads: int,
+    window: int | None,
+    device: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the way of a batch with so many heads."""
+    tiles = decode_tiles(num_heads, 256)
+    monkeypatch.setattr(paged_decode, "decode_tiles", lambda *_: tiles)
+    split, most = tiles.min_split, tiles.max_splits
     contexts = [1, split, split + 1, 2 * split + 17, split * most + 100]
     case = paged_case(
         [(1, context) for context in contexts],
