@@ -9,7 +9,6 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.partial import load_sum, parts_of
 from lorakeet.kernels.token_tiles import (
-    add_expanded,
     columns_at_once,
     delta_args,
     expand,
@@ -58,11 +57,9 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     count_at,
     num_tokens,
     span,
-    h_part_stride,
     h_slice_stride,
     b_row_stride,
     SLICES: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -82,12 +79,8 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
     has_magnitude = tl.max(magnitude, 0) >= 0
     near = (own_first < low + BLOCK_R) & (own_last > low)
     h_tile = h + (low // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
-    gate_high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
-    up_high = load_h(h_tile + h_slice_stride, near, BLOCK_M, BLOCK_R)
-    gate_low, up_low = gate_high, up_high
-    if PARTS == 2:
-        gate_low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
-        up_low = load_h(h_tile + h_part_stride + h_slice_stride, near, BLOCK_M, BLOCK_R)
+    gate_h = load_h(h_tile, near, BLOCK_M, BLOCK_R)
+    up_h = load_h(h_tile + h_slice_stride, near, BLOCK_M, BLOCK_R)
     j = low + tl.arange(0, BLOCK_R)
     row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
     start = tl.program_id(1) * columns
@@ -105,8 +98,8 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
             gate = tl.load(row_at, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(row_at + size, mask=mask, other=0.0).to(tl.float32)
             delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-            gate += expand(gate_high, gate_low, gate_weights, delta, PARTS, PRECISION)
-            up += expand(up_high, up_low, up_weights, delta, PARTS, PRECISION)
+            gate += expand(gate_h, gate_weights, delta, PRECISION)
+            up += expand(up_h, up_weights, delta, PRECISION)
             result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
             tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
         return
@@ -127,14 +120,10 @@ def _expand_silu_mul_kernel(  # type: ignore[no-untyped-def]
             near = (own_first < r0 + BLOCK_R) & (own_last > r0)
             h_tile = h + (r0 // BLOCK_R + tile * span) * (BLOCK_M * BLOCK_R)
             weights = tl.load(b_at, mask=b_mask, other=0.0)
-            gate = add_expanded(
-                gate, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-            )
+            gate = expand(load_h(h_tile, near, BLOCK_M, BLOCK_R), weights, gate, PRECISION)
             h_tile += h_slice_stride
             weights = tl.load(b_at + size, mask=b_mask, other=0.0)
-            up = add_expanded(
-                up, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-            )
+            up = expand(load_h(h_tile, near, BLOCK_M, BLOCK_R), weights, up, PRECISION)
         result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
         tl.store(out + tokens[:, None] * size + n[None, :], result, mask=mask)
 

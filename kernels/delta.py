@@ -14,6 +14,6 @@ from lorakeet.kernels.rank_rows import RankRows
 class Delta:
     """y[t] · (1 + b[magnitudes[t]]) + Σ_j h[t, j] b[rows[j]] over each token's own rows."""
 
-    h: Tensor  # (parts, slices, pairs of tiles, tokens, rows): h is the sum of its parts
+    h: Tensor  # (slices, pairs of tiles, tokens, rows)
     b: Tensor  # (rows, out), slices side by side
     rank_rows: RankRows

@@ -10,7 +10,6 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import find_slice
 from lorakeet.kernels.token_tiles import (
-    add_expanded,
     columns_at_once,
     delta_args,
     expand,
@@ -44,11 +43,9 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     count_at,
     num_tokens,
     span,
-    h_part_stride,
     h_slice_stride,
     b_row_stride,
     SLICES: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -70,11 +67,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     )
     h_slice = h + slice_id * h_slice_stride + tile * span * (BLOCK_M * BLOCK_R)
     near = (own_first < low + BLOCK_R) & (own_last > low)
-    h_tile = h_slice + low * BLOCK_M
-    h_high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
-    h_low = h_high
-    if PARTS == 2:
-        h_low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
+    h_first = load_h(h_slice + low * BLOCK_M, near, BLOCK_M, BLOCK_R)
     j = low + tl.arange(0, BLOCK_R)
     row = tl.load(rows + j, mask=j < high, other=0).to(tl.int64)
     start = block * columns
@@ -90,7 +83,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
             mask = in_tile[:, None] & in_slice[None, :]
             total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
             delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-            total += expand(h_high, h_low, weights, delta, PARTS, PRECISION)
+            total += expand(h_first, weights, delta, PRECISION)
             tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
         return
     for n0 in range(start, end, BLOCK_N):
@@ -107,10 +100,8 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
             b_at = b + row[:, None] * b_row_stride + n[None, :]
             weights = tl.load(b_at, mask=(j < high)[:, None] & in_slice[None, :], other=0.0)
             near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-            h_tile = h_slice + r0 * BLOCK_M
-            total = add_expanded(
-                total, weights, h_tile, near, h_part_stride, PARTS, PRECISION, BLOCK_M, BLOCK_R
-            )
+            h_tile = load_h(h_slice + r0 * BLOCK_M, near, BLOCK_M, BLOCK_R)
+            total = expand(h_tile, weights, total, PRECISION)
         tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
 
 

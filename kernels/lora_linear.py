@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakeet.kernels.lora_tiles import (
     find_slice,
-    h_form,
+    h_dtype,
     precision,
     shrink_tile,
     store_h,
@@ -57,12 +57,10 @@ def _shrink(  # type: ignore[no-untyped-def]
     x_stride,
     a_slice_stride,
     a_row_stride,
-    h_part_stride,
     h_slice_stride,
     h_stride,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,23 +121,18 @@ def _shrink(  # type: ignore[no-untyped-def]
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
+            store_h(total, h, places, own, near, scale, offset)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 
 
 @triton.jit
-def _add_expanded(  # type: ignore[no-untyped-def]
-    y, weights, h_at, near, h_part_stride, PARTS: tl.constexpr, PRECISION: tl.constexpr
-):
+def _add_expanded(y, weights, h_at, near, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """y (N, M) + B (R, N)^T · h (R, M). What is not near a token's own rows is not even read."""
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
-    b = tl.trans(weights)
-    y = tl.dot(b, tl.load(h_at, mask=near, other=0.0), y, input_precision=PRECISION)
-    if PARTS == 2:
-        y = tl.dot(b, tl.load(h_at + h_part_stride, mask=near, other=0.0), y)
-    return y
+    h = tl.load(h_at, mask=near, other=0.0)
+    return tl.dot(tl.trans(weights), h, y, input_precision=PRECISION)
 
 
 # what changes from step to step, or from layer to layer, must not compile anew
@@ -176,14 +169,12 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     a_slice_stride,
     a_row_stride,
     b_row_stride,
-    h_part_stride,
     h_slice_stride,
     h_stride,
     first_size,
     other_size,
     SLICES: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -217,12 +208,10 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
             x_stride,
             a_slice_stride,
             a_row_stride,
-            h_part_stride,
             h_slice_stride,
             h_stride,
             SLICES,
             PROGRAMS,
-            PARTS,
             BLOCK_M,
             BLOCK_R,
             SHRINK_K,
@@ -241,7 +230,11 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     m = tl.arange(0, BLOCK_M)
     in_batch = m < num_tokens
     r = tl.arange(0, BLOCK_R)
-    ahead = tl.load(rows + split * BLOCK_R + r)  # the first rows to expand; nothing waits for them
+    first_row = split * BLOCK_R
+    used = first_row + r < count
+    first_rows = tl.load(rows + first_row + r).to(tl.int64)
+    b_at = b + first_rows[:, None] * b_row_stride + n[None, :]
+    ahead = tl.load(b_at, mask=used[:, None] & in_slice[None, :])  # nothing waits for it yet
     own_first = tl.load(first + m, mask=in_batch, other=0)
     own_last = tl.load(last + m, mask=in_batch, other=0)
     owns = own_first < tl.minimum(own_last, count)
@@ -260,28 +253,26 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         at = b + magnitude.to(tl.int64)[None, :] * b_row_stride + n[:, None]
         mask = (magnitude >= 0)[None, :] & in_slice[:, None]
         total += total * tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if split * BLOCK_R < count:
-        used = split * BLOCK_R + r < count
-        b_at = b + ahead.to(tl.int64)[:, None] * b_row_stride + n[None, :]
-        weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
+    if first_row < count:
+        weights = tl.where(used[:, None], ahead, 0.0)
         while tl.atomic_add(arrivals, 0, sem="acquire") < tl.cdiv(count, BLOCK_R) * SLICES:
             pass
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
-        r0 = split * BLOCK_R
-        near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-        total = _add_expanded(
-            total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
-        )
+        near = (own_first < first_row + BLOCK_R) & (own_last > first_row)
+        total = _add_expanded(total, weights, h_at + first_row, near[None, :], PRECISION)
+        # Rows are read a step ahead by hand: if their load were in the loop's pipeline, B's would
+        # come after it there, and fewer tiles of B would be on their way.
         step = splits * BLOCK_R
-        for r0 in tl.range(split * BLOCK_R + step, count, step, num_stages=EXPAND_STAGES):
+        j = first_row + step + r
+        next_rows = tl.load(rows + j, mask=j < count, other=0)
+        for r0 in tl.range(first_row + step, count, step, num_stages=EXPAND_STAGES):
             used = r0 + r < count
-            row = tl.load(rows + r0 + r, mask=used, other=0).to(tl.int64)
-            b_at = b + row[:, None] * b_row_stride + n[None, :]
+            b_at = b + next_rows.to(tl.int64)[:, None] * b_row_stride + n[None, :]
+            j = r0 + step + r
+            next_rows = tl.load(rows + j, mask=j < count, other=0)
             weights = tl.load(b_at, mask=used[:, None] & in_slice[None, :], other=0.0)
             near = (own_first < r0 + BLOCK_R) & (own_last > r0)
-            total = _add_expanded(
-                total, weights, h_at + r0, near[None, :], h_part_stride, PARTS, PRECISION
-            )
+            total = _add_expanded(total, weights, h_at + r0, near[None, :], PRECISION)
     y_at = y + (split * num_tokens + m).to(tl.int64)[:, None] * output_size + n[None, :]
     mask = in_batch[:, None] & in_slice[None, :]
     tl.store(y_at, tl.trans(total).to(y.dtype.element_ty), mask=mask)
@@ -315,7 +306,7 @@ def lora_linear(
     equal; arrivals: (1,) int32, zero, used up by this call; counters: int32 zeros, left so, one for
     each ROWS_AT_ONCE rows of the list and slice. The list has room for MIN_ROOM rows. Returns y
     (T, out) of x's dtype, or its parts (splits, T, out) in float32, to be summed up by whoever
-    reads them next. Sums are float32.
+    reads them next. Sums are float32; h is rounded to the weights' dtype if that is bfloat16.
     """
     num_tokens, input_size = x.shape
     output_size, num_slices, num_rows = weight.shape[0], len(slice_sizes), len(rank_rows.rows)
@@ -335,11 +326,11 @@ def lora_linear(
     dtype = x.dtype if splits == 1 else torch.float32
     y = torch.empty(shape, dtype=dtype, device=x.device)
     row_tiles = triton.cdiv(num_rows, ROWS_AT_ONCE)
-    parts, h_dtype = h_form(b.dtype)
-    h_shape = (parts, num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
-    h = torch.empty(h_shape, dtype=h_dtype, device=x.device)
-    sums_shape = (_SHRINK_PROGRAMS, block_m, ROWS_AT_ONCE)
-    sums = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
+    h_shape = (num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
+    h = torch.empty(h_shape, dtype=h_dtype(b.dtype), device=x.device)
+    sums = torch.empty(
+        (_SHRINK_PROGRAMS, block_m, ROWS_AT_ONCE), dtype=torch.float32, device=x.device
+    )
     _lora_linear_kernel[_SHRINK_PROGRAMS + column_tiles * splits,](
         x,
         TensorDescriptor.from_tensor(x, [block_m, tiles.inputs]),
@@ -369,12 +360,11 @@ def lora_linear(
         a.stride(0),
         a.stride(1),
         b.stride(0),
-        *h.stride()[:3],
+        *h.stride()[:2],
         first_size,
         other_size,
         SLICES=num_slices,
         PROGRAMS=_SHRINK_PROGRAMS,
-        PARTS=parts,
         PRECISION=precision(b.dtype),
         BLOCK_M=block_m,
         BLOCK_N=tiles.outputs,

@@ -51,9 +51,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     a_slice_stride,
     a_row_stride,
-    h_part_stride,
     h_slice_stride,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -102,11 +100,11 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
             places = slice_id.to(tl.int64) * h_slice_stride + pair * (BLOCK_M * BLOCK_R) + place
             scale = tl.load(scales + j, mask=used, other=0.0)
             offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset, h_part_stride, PARTS)
+            store_h(total, h, places, own, near, scale, offset)
 
 
 def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) -> Tensor:
-    """Semantics: for a pair of tiles, h[:, i, pair, m, r] sums to scales[j] · a[i, rows[j]] · x[t]
+    """Semantics: for a pair of tiles, h[i, pair, m, r] is scales[j] · a[i, rows[j]] · x[t]
     + offsets[j], t and j the m-th token and the r-th rank row of the tiles; 0 if t does not own j.
 
     x: (T, in); a: (slices, rows, in), of x's dtype; counters: int32 zeros, left as zeros. Returns
@@ -146,8 +144,6 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
         a.stride(0),
         a.stride(1),
         h.stride(0),
-        h.stride(1),
-        PARTS=h.shape[0],
         BLOCK_M=tokens,
         BLOCK_R=ROWS,
         BLOCK_K=_INPUTS,

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-# How h meets the weights: bfloat16 weights meet it in two parts, which keep 16 bits of it; float16
-# weights are exact in tf32, whose range is h's own.
+# How h meets the weights: rounded to bfloat16 with bfloat16 weights, as PEFT rounds it; in float32
+# with others. (float16 weights are exact in tf32, and h may be out of their range.)
 _PRECISION = {torch.float32: "ieee", torch.bfloat16: "ieee", torch.float16: "tf32"}
 
 
@@ -19,9 +19,9 @@ def precision(dtype: torch.dtype) -> str:
     return _PRECISION[dtype]
 
 
-def h_form(dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """In how many parts, and of what dtype, h is stored for weights of `dtype`."""
-    return (2, dtype) if dtype == torch.bfloat16 else (1, torch.float32)
+def h_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What h is stored in for weights of `dtype`."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 @triton.jit
@@ -81,17 +81,11 @@ def store_h(  # type: ignore[no-untyped-def]
     near,
     scales,
     offsets,
-    h_part_stride,
-    PARTS: tl.constexpr,
 ):
     """Scale what a shrink has summed up (M, R) and store it, for tokens (M,) that are `near`; zeros
     for what they do not own."""
     value = tl.where(own, total * scales[None, :] + offsets[None, :], 0.0)
-    high = value.to(h.dtype.element_ty)
-    tl.store(h + places, high, mask=near[:, None])
-    if PARTS == 2:
-        low = (value - high.to(tl.float32)).to(h.dtype.element_ty)
-        tl.store(h + h_part_stride + places, low, mask=near[:, None])
+    tl.store(h + places, value.to(h.dtype.element_ty), mask=near[:, None])
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
-from lorakeet.kernels.lora_tiles import h_form, precision
+from lorakeet.kernels.lora_tiles import h_dtype, precision
 from lorakeet.kernels.rank_rows import RankRows
 
 ROWS = 32  # rank rows of a tile
@@ -57,14 +57,13 @@ def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
 
 def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:
     """Room for the h of a: (slices, rows, in)."""
-    parts, dtype = h_form(a.dtype)
-    shape = (parts, a.shape[0], num_pairs(rank_rows), tile_tokens(rank_rows), ROWS)
-    return torch.empty(shape, dtype=dtype, device=a.device)
+    shape = (a.shape[0], num_pairs(rank_rows), tile_tokens(rank_rows), ROWS)
+    return torch.empty(shape, dtype=h_dtype(a.dtype), device=a.device)
 
 
 def delta_args(delta: Delta) -> dict[str, Any]:
     """What the kernels that expand take of a delta, by name."""
-    rank_rows, parts, num_slices = delta.rank_rows, delta.h.shape[0], delta.h.shape[1]
+    rank_rows = delta.rank_rows
     assert delta.h.is_contiguous()
     assert delta.b.stride(1) == 1
     return {
@@ -78,11 +77,9 @@ def delta_args(delta: Delta) -> dict[str, Any]:
         "count_at": rank_rows.count,
         "num_tokens": len(rank_rows.order),
         "span": span(rank_rows),
-        "h_part_stride": delta.h.stride(0),
-        "h_slice_stride": delta.h.stride(1),
+        "h_slice_stride": delta.h.stride(0),
         "b_row_stride": delta.b.stride(0),
-        "SLICES": num_slices,
-        "PARTS": parts,
+        "SLICES": len(delta.h),
         "PRECISION": precision(delta.b.dtype),
         "BLOCK_M": tile_tokens(rank_rows),
         "BLOCK_R": ROWS,
@@ -126,33 +123,8 @@ def load_h(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def expand(  # type: ignore[no-untyped-def]
-    high, low, weights, y, PARTS: tl.constexpr, PRECISION: tl.constexpr
-):
-    """y (M, N) + h (M, R) · weights (R, N), float32 but for the weights; h = high + low."""
+def expand(h, weights, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y (M, N) float32 + h (M, R) · weights (R, N)."""
     if PRECISION == "tf32":
         weights = weights.to(tl.float32)
-    y = tl.dot(high, weights, y, input_precision=PRECISION)
-    if PARTS == 2:
-        y = tl.dot(low, weights, y)
-    return y
-
-
-@triton.jit
-def add_expanded(  # type: ignore[no-untyped-def]
-    y,
-    weights,
-    h_tile,
-    near,
-    h_part_stride,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """`expand`, of a pair whose h is not at hand yet."""
-    high = load_h(h_tile, near, BLOCK_M, BLOCK_R)
-    low = high
-    if PARTS == 2:
-        low = load_h(h_tile + h_part_stride, near, BLOCK_M, BLOCK_R)
-    return expand(high, low, weights, y, PARTS, PRECISION)
+    return tl.dot(h, weights, y, input_precision=PRECISION)

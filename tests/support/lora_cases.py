@@ -56,8 +56,8 @@ class LoRACase:
     def rounding(self) -> Tensor:
         """What moves y (T, out): the rounding of every h, on its way from A to B, and sums in
         float32, of which tensor cores cut off 2^-23 at every 16 inputs."""
-        # bfloat16 keeps it in two parts; float16 meets it as tf32
-        unit = {torch.float32: 0.0, torch.bfloat16: 2**-16, torch.float16: 2**-10}[self.x.dtype]
+        # float16 meets it as tf32
+        unit = {torch.float32: 0.0, torch.bfloat16: 2**-9, torch.float16: 2**-10}[self.x.dtype]
         zeros, listed = torch.zeros_like(self.y, dtype=torch.float64), self.rank_rows
         for token, (first, last) in enumerate(
             zip(listed.first.tolist(), listed.last.tolist(), strict=True)
