@@ -15,7 +15,14 @@ from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, lora_linear_ta
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.kernels.paged_attention import paged_attention
 from lorakeet.kernels.rank_rows import RankRows
-from support.lora_cases import POPULARITIES, LoRACase, assert_rounded, lora_case, popularity
+from support.lora_cases import (
+    POPULARITIES,
+    LoRACase,
+    assert_rounded,
+    lora_case,
+    popularity,
+    silu_mul_rounding,
+)
 from support.paged_cases import paged_case
 
 pytestmark = pytest.mark.gpu
@@ -147,10 +154,8 @@ def test_layers_of_an_8b_model(
     if len(slice_sizes) == 2:
         h = sgemm_lora_a(case.x, case.a, case.rank_rows, case.counters)
         found = activation.silu_mul(case.y, Delta(h, case.b, case.rank_rows), dtype)
-        eps = torch.finfo(dtype).eps
-        tolerance = 1e-4 if dtype == torch.float32 else max(4 * eps, 2**-7)
         want = reference.silu_mul(exact, torch.float64)
-        torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=4 * tolerance)
+        assert_rounded(found, want, silu_mul_rounding(exact, rounding))
 
 
 def test_the_embedding_of_an_8b_model(device: str, dtype: torch.dtype) -> None:
@@ -224,7 +229,7 @@ def test_lora_offsets_past_32_bits() -> None:
     for name in ("scales", "offsets"):
         getattr(rank_rows, name).copy_(getattr(small.rank_rows, name))
     add_delta(y, replace(small, x=x, a=a, b=b, y=y, rank_rows=rank_rows))
-    torch.testing.assert_close(y[-5:].double(), small.exact(), rtol=2**-8, atol=8e-3)
+    assert_rounded(y[-5:], small.exact(), small.rounding())
     assert y[:-5].isnan().all()
 
 

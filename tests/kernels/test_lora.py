@@ -13,7 +13,14 @@ from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
 from lorakeet.kernels.lora_linear import MAX_TOKENS, lora_linear, lora_linear_takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
-from support.lora_cases import POPULARITIES, LoRACase, assert_rounded, lora_case, popularity
+from support.lora_cases import (
+    POPULARITIES,
+    LoRACase,
+    assert_rounded,
+    lora_case,
+    popularity,
+    silu_mul_rounding,
+)
 
 RANKS = (1, 5, 8, 16, 3, 33)
 SLICES = {"linear": (24,), "qkv": (21, 9, 9), "gate_up": (19, 19)}
@@ -246,9 +253,9 @@ def test_silu_mul_adds_the_delta(name: str, size: int, device: str, dtype: torch
     slots = popularity(name, 70, len(RANKS))
     case = lora_case(slots, RANKS, slice_sizes=(size, size), device=device, dtype=dtype)
     result = activation.silu_mul(case.y, delta_of(case), dtype)
-    exact = reference.silu_mul(case.exact(), dtype=torch.float64)
-    rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-7}[dtype]
-    torch.testing.assert_close(result.double(), exact, rtol=rtol, atol=rtol)
+    exact = case.exact()
+    rounding = silu_mul_rounding(exact, case.rounding())
+    assert_rounded(result, reference.silu_mul(exact, torch.float64), rounding)
 
 
 @pytest.mark.usefixtures("tiles")
