@@ -3,8 +3,9 @@
     python benchmarks/decode_step.py [--points 64:0,64:8] [--json FILE] [--profile 64:64]
     TRITON_INTERPRET=1 python benchmarks/decode_step.py --smoke      (tiny, on the CPU)
 
-A point is batch:distinct adapters, of rank 16 on all seven projections; 64:mixed has as many
-adapters as rows, of ranks 8 and 64; distinct, uniform, skewed and identical are Punica's mixes.
+A point is batch:distinct adapters, of rank 16 on all seven projections; 64:small and 64:mixed have
+as many adapters as rows, of rank 8, and of ranks 8 and 64; distinct, uniform, skewed and identical
+are Punica's mixes.
 Before all points, a batch without adapters on the model as it is, over the same on the model
 wrapped for LoRA, with adapters loaded ("base only"). The model's pass, the logits and argmax are
 captured in a CUDA graph, whose replays are timed by events (median). The floor: for each GEMM the
@@ -36,9 +37,10 @@ PEERS = {
     "32:32": 11.23, "64:32": 21.30, "128:32": 15.43, "256:32": 27.43,
     "64:64": 15.28, "128:64": 30.64, "256:64": 20.42,
 }  # fmt: skip
+RANKS = {"small": (8,), "mixed": (64, 8)}  # in turn; all others are 16
 MIXES = ("distinct", "uniform", "skewed", "identical")
-POINTS = "1:0,1:1,32:0,32:1,32:8,32:32,32:distinct,32:uniform,32:skewed,32:identical,64:0,64:1,64:8,64:32,64:64,64:mixed,128:0,128:1,128:8,128:32,128:64,256:0,256:1,256:8,256:32,256:64"  # noqa: E501
-SMOKE_POINTS = "1:0,4:2,4:mixed,4:uniform,4:skewed"
+POINTS = "1:0,1:1,32:0,32:1,32:8,32:32,32:distinct,32:uniform,32:skewed,32:identical,64:0,64:1,64:8,64:32,64:64,64:small,64:mixed,128:0,128:1,128:8,128:32,128:64,256:0,256:1,256:8,256:32,256:64"  # noqa: E501
+SMOKE_POINTS = "1:0,4:2,4:small,4:mixed,4:uniform,4:skewed"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Result:
 def adapters_of_rows(size: int, kind: str) -> list[int]:
     """Which adapter each of `size` rows has, from 0 on. Those of Punica (section 7): uniform has
     sqrt(size) adapters; of the skewed ones each has 1.5 times the rows of the next."""
-    if kind in ("mixed", "distinct"):
+    if kind in ("small", "mixed", "distinct"):
         return [row % MAX_LORAS for row in range(size)]
     if kind == "skewed":
         shares = 1.5 ** -np.arange(size)
@@ -82,11 +84,11 @@ class Bench(ModelBench):
         """The captured step, and the bytes of its distinct adapters."""
         size, kind = int(name.split(":")[0]), name.split(":")[1]
         slots = np.zeros(size, np.int32)
-        ranks: list[int] = []
+        ranks: tuple[int, ...] = ()
         if kind != "0":
             adapters = np.unique(adapters_of_rows(size, kind), return_inverse=True)[1]
             count = int(adapters.max()) + 1
-            ranks = [8 if i % 2 else 64 for i in range(count)] if kind == "mixed" else [16] * count
+            ranks = (RANKS.get(kind, (16,)) * count)[:count]
             slots = np.random.default_rng(2).permutation(adapters + 1).astype(np.int32)
         self.set_ranks(ranks)
         step = self.step(self.batch(size, slots))
@@ -171,6 +173,17 @@ def print_mixes(results: list[Result]) -> None:
             print(f"batch {size}: slowest / fastest mix {max(times) / min(times):.2f}")
 
 
+def print_neighbours(results: list[Result]) -> None:
+    """What a row of rank 8 pays for neighbours of rank 64, beyond their bytes."""
+    points = {result.point: result for result in results}
+    for name, mixed in points.items():
+        size, kind = name.split(":")
+        if kind == "mixed" and (small := points.get(f"{size}:small")):
+            more_bytes_ms = mixed.lora_bytes_ms - small.lora_bytes_ms
+            ratio = (mixed.step_ms - more_bytes_ms) / small.step_ms
+            print(f"batch {size}: ranks 8 and 64, less the bytes of 64, over 8 alone {ratio:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--points", default=None)
@@ -191,6 +204,7 @@ def main() -> None:
     base: dict[int, float] = {}
     results = [measure_point(bench, name, ceilings, base) for name in points.split(",")]
     print_mixes(results)
+    print_neighbours(results)
     for name in filter(None, args.profile.split(",")):
         print(f"kernels at {name}")
         profile(bench.point(name)[0])
