@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import Room, SlotManager
 from lorakeet.server.engine.adapter_entry import (
+    Account,
     AdapterEntry,
     base_entry,
     blend_content,
@@ -29,6 +31,7 @@ class AdapterBook:
         self._slots = slots
         self.entries: dict[AdapterId, AdapterEntry] = {BASE: base_entry()}
         self._blends: dict[Blend, AdapterId] = {}
+        self._accounts = WeakValueDictionary[frozenset[AdapterId], Account]()  # of blends
         self._next_blend = -1
         self._unloading: set[AdapterId] = set()  # blends too: they go with their last request
 
@@ -90,6 +93,7 @@ class AdapterBook:
             0,
             components=tuple(part.adapter_id for part in parts),
             weights=weights,
+            account=self._account_of(parts),
         )
         self._slots.register(blend_id, 0, pinned=False)
         for part in parts:
@@ -152,6 +156,12 @@ class AdapterBook:
         """Assert that adapters and blends agree."""
         blends = Counter(c for id_ in self._blends.values() for c in self.entries[id_].components)
         assert all(entry.num_blends == blends[id_] for id_, entry in self.entries.items())
+
+    def _account_of(self, parts: Sequence[AdapterEntry]) -> Account:
+        if len(parts) == 1:
+            return parts[0].account
+        components = frozenset(part.adapter_id for part in parts)
+        return self._accounts.setdefault(components, Account())
 
     def _known(self, adapter_id: AdapterId) -> AdapterEntry:
         entry = self.entries.get(adapter_id)

@@ -11,6 +11,14 @@ from lorakeet.server.engine.blocks import BASE_CONTENT, Content
 
 
 @dataclass(eq=False)
+class Account:
+    """Of one adapter; blends of the same adapters share one, whatever their weights."""
+
+    service: float = 0.0  # see fairness.py
+    last_place: float = float("-inf")  # when it last got one
+
+
+@dataclass(eq=False)
 class AdapterEntry:
     """An adapter in host memory or on disk, and its requests.
 
@@ -30,7 +38,7 @@ class AdapterEntry:
     num_blends: int = 0  # that it is a component of
     num_waiting: int = 0
     num_running: int = 0
-    service: float = 0.0  # see fairness.py
+    account: Account = field(default_factory=Account)
     waiting_since: float = 0.0  # for a place, or else for its first waiting sequence to start
     started: float | None = None  # when it started its first sequence in its present place
     has_progressed: bool = False  # by a token or a finished sequence, in its present place

@@ -7,17 +7,19 @@ its *turn* is displaced, the one with the most service first. Its running sequen
 and it goes to the end of the queue. A turn is a `quantum` of time, and a token at least. (Without
 that token, adapters could take turns for ever, each at computing its prompt again.)
 
+Blends of the same adapters wait as one: since the last of them got a place.
+
 Adapters that wait are copied to slots ahead of time, as far as nobody before them needs the room.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from lorakeet.lora.adapter import AdapterId, Slot
 from lorakeet.lora.slots import Room, SlotManager
 from lorakeet.server.engine.adapter_book import BASE, AdapterBook
-from lorakeet.server.engine.adapter_entry import AdapterEntry
+from lorakeet.server.engine.adapter_entry import Account, AdapterEntry
 from lorakeet.server.engine.fairness import OUTPUT_TOKEN, PROMPT_TOKEN, ActiveAdapters
 from lorakeet.server.engine.step import SlotLoad, SlotPart
 
@@ -107,14 +109,14 @@ class AdapterPlaces:
         entry.num_waiting -= 1
         entry.num_running += 1
         entry.waiting_since = now
-        entry.service += PROMPT_TOKEN * num_prompt_tokens
+        entry.account.service += PROMPT_TOKEN * num_prompt_tokens
         if entry.started is None:
             entry.started = now
 
     def progress(self, adapter_id: AdapterId, num_tokens: int) -> None:
         """One of its sequences has got so many tokens, or is complete."""
         entry = self._book.entries[adapter_id]
-        entry.service += OUTPUT_TOKEN * num_tokens
+        entry.account.service += OUTPUT_TOKEN * num_tokens
         entry.has_progressed = True
 
     def preempt(self, adapter_id: AdapterId) -> None:
@@ -141,13 +143,14 @@ class AdapterPlaces:
         loads: list[SlotLoad] = []
         if not self._queue:
             return loads
+        overdue = set(self._overdue(now))
         for entry in self._in_turn(now):
             if len(self._places) == self._max_loras:
                 break
             if self._on_disk(entry):
                 continue
-            entered = self._enter(entry)
-            if entered is None and self._is_overdue(entry, now):
+            entered = self._enter(entry, now)
+            if entered is None and entry in overdue:
                 break
             loads += entered or ()
         return loads + self._prefetch(now)
@@ -186,9 +189,6 @@ class AdapterPlaces:
     def _is_ready(self, entry: AdapterEntry) -> bool:
         return all(self._slots.is_ready(one) for one in entry.held)
 
-    def _is_overdue(self, entry: AdapterEntry, now: float) -> bool:
-        return now - entry.waiting_since > self._wait_limit
-
     def _had_its_turn(self, entry: AdapterEntry, now: float) -> bool:
         if entry.started is None or not entry.has_progressed:
             return False
@@ -196,9 +196,17 @@ class AdapterPlaces:
 
     def _in_turn(self, now: float) -> list[AdapterEntry]:
         """The queue in the order in which places are given."""
-        queue = list(self._queue.values())
-        count = sum(self._is_overdue(entry, now) for entry in queue)
-        return queue[:count] + sorted(queue[count:], key=_by_service)
+        overdue = dict.fromkeys(self._overdue(now))  # a set in this order
+        others = [entry for entry in self._queue.values() if entry not in overdue]
+        return [*overdue, *sorted(others, key=_by_service)]
+
+    def _overdue(self, now: float) -> list[AdapterEntry]:
+        """Of those that wait for a place, in order of waiting."""
+        latest = now - self._wait_limit
+        firsts: dict[Account, AdapterEntry] = {}
+        for entry in takewhile(lambda entry: entry.waiting_since < latest, self._queue.values()):
+            firsts.setdefault(entry.account, entry)
+        return sorted((entry for entry in firsts.values() if _since(entry) < latest), key=_since)
 
     def _choose_displaced(self, now: float) -> list[AdapterEntry]:
         """As few holders as make room for those that are overdue."""
@@ -209,9 +217,7 @@ class AdapterPlaces:
         claimed: set[AdapterId] = set()
         released = Counter[AdapterId]()
         displaced: list[AdapterEntry] = []
-        for entry in self._queue.values():
-            if not self._is_overdue(entry, now):
-                break
+        for entry in self._overdue(now):
             if self._on_disk(entry):
                 continue
             needed = self._needed({*entry.components} - claimed, int(entry.is_blend))
@@ -231,7 +237,7 @@ class AdapterPlaces:
     def _order_to_start(
         self, entry: AdapterEntry, now: float
     ) -> tuple[bool, float] | tuple[bool, tuple[float, float]]:
-        if entry.num_running == 0 and self._is_overdue(entry, now):
+        if entry.num_running == 0 and now - entry.waiting_since > self._wait_limit:
             return False, entry.waiting_since
         return True, _by_service(entry)
 
@@ -279,7 +285,7 @@ class AdapterPlaces:
             loads.append(SlotLoad(component, assignment.slot, assignment.rows))
         return loads
 
-    def _enter(self, entry: AdapterEntry) -> list[SlotLoad] | None:
+    def _enter(self, entry: AdapterEntry, now: float) -> list[SlotLoad] | None:
         """Give it a place. Returns the loads that this needs; None if there is no room."""
         if entry.is_blend and self._slots.slot_of(entry.adapter_id) is not None:
             return None  # its last slot is on its way out, with other rows
@@ -291,6 +297,7 @@ class AdapterPlaces:
         del self._queue[entry.adapter_id]
         self._places[entry.adapter_id] = entry
         entry.slot = self._slots.slot_of(entry.adapter_id)
+        entry.account.last_place = now
         entry.started = None
         entry.has_progressed = False
         return loads
@@ -328,5 +335,10 @@ class AdapterPlaces:
             self._leave(entry, now)
 
 
+def _since(entry: AdapterEntry) -> float:
+    """Since when it waits for a place, and its account has got none."""
+    return max(entry.waiting_since, entry.account.last_place)
+
+
 def _by_service(entry: AdapterEntry) -> tuple[float, float]:
-    return entry.service, entry.waiting_since
+    return entry.account.service, entry.waiting_since

@@ -1,4 +1,5 @@
 """Who is served next: virtual token counters, one for each adapter and one for the base model.
+Blends of the same adapters share one.
 
 A counter is the service that its adapter has had, in weighted tokens; whoever has had least comes
 next. An adapter that was idle may not save up: when it gets requests again, its counter is lifted
@@ -23,11 +24,13 @@ class ActiveAdapters:
     def add(self, entry: AdapterEntry) -> None:
         """It has requests again; nothing happens if it had some already."""
         if entry.adapter_id not in self._entries:
-            counters = (other.service for other in self._entries.values())
-            entry.service = max(entry.service, min(counters, default=self._last_service))
+            counters = (other.account.service for other in self._entries.values())
+            entry.account.service = max(
+                entry.account.service, min(counters, default=self._last_service)
+            )
             self._entries[entry.adapter_id] = entry
 
     def discard(self, entry: AdapterEntry) -> None:
         """It has no requests any more."""
         if self._entries.pop(entry.adapter_id, None) is not None:
-            self._last_service = entry.service
+            self._last_service = entry.account.service

@@ -199,7 +199,7 @@ def test_backlogged_adapters_get_equal_service() -> None:
     bound = 2 * config.max_num_seqs * (PROMPT_TOKEN * 20 + OUTPUT_TOKEN * 40)
     for step in range(900):
         crowd.step()
-        services = [entries[AdapterId(number)].service for number in lengths]
+        services = [entries[AdapterId(number)].account.service for number in lengths]
         if step > 10:
             assert max(services) - min(services) <= bound
     assert min(services) > 3 * bound
@@ -215,18 +215,18 @@ def test_service_is_what_was_computed() -> None:
     engine.add("first", prompt, a, SamplingParams(max_tokens=3, ignore_eos=True))
     engine.run()
     tokens = len(engine.results["first"].token_ids)
-    assert entry.service == 21 * PROMPT_TOKEN + tokens * OUTPUT_TOKEN
+    assert entry.account.service == 21 * PROMPT_TOKEN + tokens * OUTPUT_TOKEN
     engine.add("second", prompt, a, SamplingParams(max_tokens=0))
     engine.run()
-    assert entry.service == 22 * PROMPT_TOKEN + tokens * OUTPUT_TOKEN
-    before = entry.service
+    assert entry.account.service == 22 * PROMPT_TOKEN + tokens * OUTPUT_TOKEN
+    before = entry.account.service
     for number in range(3):
         own = [30 + number] * 15
         engine.add(f"r{number}", own, a, SamplingParams(max_tokens=40, ignore_eos=True))
     engine.run()
     assert engine.scheduler.stats().num_preemptions > 0
     generated = sum(len(engine.results[f"r{number}"].token_ids) for number in range(3))
-    assert entry.service == before + 45 * PROMPT_TOKEN + generated * OUTPUT_TOKEN
+    assert entry.account.service == before + 45 * PROMPT_TOKEN + generated * OUTPUT_TOKEN
 
 
 def test_an_idle_adapter_saves_nothing_up() -> None:
@@ -248,20 +248,20 @@ def test_counters_are_lifted_to_the_least_of_the_active_ones() -> None:
     active = ActiveAdapters()
     entries = [base_entry() for _ in range(4)]
     for number, (entry, service) in enumerate(zip(entries, (7.0, 3.0, 0.0, 9.0), strict=True)):
-        entry.adapter_id, entry.service = AdapterId(number), service
+        entry.adapter_id, entry.account.service = AdapterId(number), service
     first, second, third, fourth = entries
     active.add(first)
     active.add(second)
-    assert second.service == 7
-    second.service = 12.0
+    assert second.account.service == 7
+    second.account.service = 12.0
     active.add(second)  # it is there already
     active.add(third)
     active.add(fourth)
-    assert [entry.service for entry in entries] == [7, 12, 7, 9]
+    assert [entry.account.service for entry in entries] == [7, 12, 7, 9]
     for entry in (first, third, fourth, second):
         active.discard(entry)
     active.add(first)  # nobody is left: as the last one that was
-    assert first.service == 12
+    assert first.account.service == 12
 
 
 def test_who_has_nothing_running_comes_first_once_it_is_overdue() -> None:
@@ -272,7 +272,7 @@ def test_who_has_nothing_running_comes_first_once_it_is_overdue() -> None:
     crowd.join(served, 0, lambda: 5)
     crowd.step()
     name = crowd.ask(served)
-    crowd.engine.scheduler.adapters.entries[served].service = 1e9
+    crowd.engine.scheduler.adapters.entries[served].account.service = 1e9
     limit = int(CONFIG.adapter_wait_limit)
     for _ in range(limit):
         crowd.step()
@@ -289,7 +289,7 @@ def test_a_free_place_goes_to_the_one_with_the_least_service() -> None:
     crowd.ask(AdapterId(1))
     crowd.engine.step()
     late, early = crowd.ask(AdapterId(2)), crowd.ask(AdapterId(3))
-    crowd.engine.scheduler.adapters.entries[AdapterId(2)].service += 500
+    crowd.engine.scheduler.adapters.entries[AdapterId(2)].account.service += 500
     while not crowd.engine.results[early].finish_reason:
         crowd.engine.step()
         assert not crowd.engine.results[late].token_ids
@@ -527,3 +527,30 @@ def test_blends_that_can_never_run_are_refused(
         engine.add("r", [1, 2], blend=blend)
     assert len(engine.scheduler.adapters.entries) == 5
     engine.check_idle()
+
+
+@pytest.mark.parametrize("components", [(1,), (1, 2)])
+def test_blends_of_many_weights_are_as_one_adapter(components: tuple[int, ...]) -> None:
+    """Thirty of them always have a request, each a blend of its own, and so has a cold adapter: it
+    is next as soon as it is overdue, and gets no less than half of what all of them get."""
+    config = replace(CONFIG, num_slots=6, num_rows=8, max_blend=2, max_blend_rows=2)
+    crowd = crowd_of(3, config)
+    engine, cold = crowd.engine, AdapterId(3)
+    crowd.join(cold, 1, lambda: 20)
+    crowd.join(AdapterId(components[0]), 0, lambda: 20)
+    open_blends: dict[int, str] = {}
+    for step in range(600):
+        for weight in range(1, 31):
+            name = open_blends.get(weight)
+            if name is None or engine.results[name].finish_reason:
+                open_blends[weight] = name = f"blend {weight} at {step}"
+                sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+                blend = tuple((one, float(weight)) for one in components)
+                engine.add(name, [1, 2, 3, 4], sampling=sampling, blend=blend)
+        crowd.step()
+    assert len(crowd.waits[cold]) >= 8
+    assert max(crowd.waits[cold]) <= config.adapter_wait_limit + config.adapter_quantum
+    of_blends = sum(
+        len(engine.results[name].token_ids) for name in engine.results if "blend" in name
+    )
+    assert crowd.tokens()[cold] >= 0.5 * of_blends
