@@ -25,10 +25,11 @@ class Unloaded:
     path: Path
     digest: str | None = None  # of a registration: no other content is taken
     pinned: bool = False
+    profile: str | None = None  # nor another profile, if it is known
 
     @classmethod
     def of(cls, known: Registration) -> Self:
-        return cls(Path(known.path), known.digest, known.pinned)
+        return cls(Path(known.path), known.digest, known.pinned, known.profile)
 
 
 class Catalog:

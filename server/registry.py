@@ -184,7 +184,11 @@ class Registry:
             try:
                 folder = await self.catalog.folder_of(found)
                 self._versions[name] = await self._reader.read(
-                    name, folder, pinned=found.pinned, digest=found.digest
+                    name,
+                    folder,
+                    pinned=found.pinned,
+                    digest=found.digest,
+                    profile=found.profile,
                 )
             except APIError as error:
                 self.catalog.errors[name] = error.message
@@ -232,7 +236,7 @@ class Registry:
             old, known = self._versions.get(name), self._forget(name)
             retired = Retired()
             if old is None:
-                changed = known is None or known.digest != version.loaded.digest
+                changed = known is None or not version.is_as(known.digest, known.profile)
             elif changed := not old.is_same(version):
                 retired = self._leases.retire(old)
             else:
@@ -269,7 +273,13 @@ class Registry:
     async def _keep(self, old: Version, new: Version) -> Version:
         """The name has this content already: only its pin changes, and where it lies. That is the
         newest place: the old one may be gone."""
-        kept = replace(old, pinned=new.pinned, path=new.path, is_registered=True)
+        kept = replace(
+            old,
+            pinned=new.pinned,
+            path=new.path,
+            profile_digest=new.profile_digest,
+            is_registered=True,
+        )
         try:
             await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
         finally:
@@ -374,8 +384,12 @@ class Registry:
         registered = dict(self.catalog.registered)
         for name, version in self._versions.items():
             if version.is_registered:
-                digest = version.loaded.digest
-                registered[name] = Registration(str(version.path), digest, version.pinned)
+                registered[name] = Registration(
+                    str(version.path),
+                    version.loaded.digest,
+                    version.pinned,
+                    version.profile_digest,
+                )
         return State(registered, sorted(self.catalog.hidden), self.aliases.all())
 
     def restore(self, state: State) -> None:

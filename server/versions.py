@@ -20,6 +20,11 @@ from lorakeet.server.text_config import TextConfigError
 
 T = TypeVar("T")
 
+_PROFILE_CHANGED = (
+    "its chat template, tokenizer, special tokens or generation config have changed since it was "
+    "loaded: load it again, with load_inplace"
+)
+
 
 @dataclass(frozen=True)
 class Version:
@@ -29,6 +34,7 @@ class Version:
     pinned: bool
     loaded: AdapterLoaded
     profile: AdapterProfile  # already laid over the base model's
+    profile_digest: str  # of the folder's own
     created: int  # Unix time
     is_registered: bool  # by a client: it outlives the server if there is a state-dir
 
@@ -40,6 +46,10 @@ class Version:
     def is_same(self, other: "Version") -> bool:
         """No request could tell them apart."""
         return self.loaded.digest == other.loaded.digest and self.profile == other.profile
+
+    def is_as(self, digest: str | None, profile: str | None) -> bool:
+        """It is what a registration was: these digests, the second perhaps unknown."""
+        return self.loaded.digest == digest and profile in (None, self.profile_digest)
 
 
 class VersionReader:
@@ -64,18 +74,22 @@ class VersionReader:
         *,
         pinned: bool = False,
         digest: str | None = None,
+        profile: str | None = None,
         param: str = "model",
         register: bool = False,
     ) -> Version:
         """Read the folder into the engine; the version uses its content from now on.
 
-        `digest`: of a registration, the content that it must have. Raises NotFoundError and
-        BadRequestError.
+        `digest`, `profile`: of a registration, the content and the `FolderProfile.digest` that it
+        must have. Raises NotFoundError and BadRequestError.
         """
         number = next(self._numbers)
         try:
             own = await self._in_turn(read_profile, folder, self._tokenizers)
             loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
+            if profile not in (None, own.digest):
+                self._contents.release(loaded.adapter_id, number)
+                raise TextConfigError(_PROFILE_CHANGED)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
         except (AdapterError, TextConfigError) as error:
@@ -89,6 +103,7 @@ class VersionReader:
             pinned,
             loaded,
             own.over(self._base, loaded.vocab_size),
+            own.digest,
             int(time.time()),
             is_registered=register or digest is not None,
         )

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lorakeet.server.adapter_state import FILE_NAME, Registration, State, StateF
 from lorakeet.server.files import FolderError, write_atomically
 from support.servers import wait_until
 from support.toy_server import ToyServer, adapter_folder, toy_server
+from support.vocabularies import add_tokens
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -116,14 +118,99 @@ def test_other_content_under_a_registered_path_is_not_served(
         assert listed(toy)["x"]["error"] is None
 
 
-def test_the_same_content_again_is_no_change(
+def write_template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def write_tokenizer(folder: Path, text: str) -> None:
+    add_tokens(folder, f"<{text}>")
+
+
+def write_generation_config(folder: Path, text: str) -> None:
+    fields = {"top_k": len(text), "eos_token_id": [4]}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("write", [write_template, write_tokenizer, write_generation_config])
+def test_other_texts_in_a_registered_folder_are_not_served(
+    toy_model: Path, root: Path, kept: dict[str, Any], write: Callable[[Path, str], None]
+) -> None:
+    """Template, tokenizer and defaults belong to what was loaded, as the weights do."""
+    folder = adapter_folder(root / "deep" / "x", 3)
+    write(folder, "one")
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3  # as it was
+    write(folder, "another")
+    with toy_server(toy_model, **kept) as toy:
+        response = ask(toy, "x")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_adapter")
+        assert "chat template, tokenizer" in response.json()["error"]["message"]
+        assert not toy.engine.adapters  # what was read for it is gone
+        swapped = load(toy, "x", folder, load_inplace=True)
+        assert (swapped.status_code, swapped.json()["changed"]) == (200, True)
+        assert shift(toy, "x") == 3
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+
+
+def test_a_folder_without_texts_may_not_get_any(
     toy_model: Path, root: Path, kept: dict[str, Any]
 ) -> None:
     folder = adapter_folder(root / "deep" / "x", 3)
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", folder)
+    write_template(folder, "new")
+    with toy_server(toy_model, **kept) as toy:
+        assert ask(toy, "x").status_code == 400
+
+
+def test_texts_are_those_of_the_last_load(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """A load that changes nothing takes the new folder, and what is in its files."""
+    first, second = (adapter_folder(root / "deep" / name, 3) for name in ("1", "2"))
+    (second / "chat_template.jinja").write_text("")  # as good as none
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", first)
+        assert load(toy, "x", second, load_inplace=True).json()["changed"] is False
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+
+
+def test_a_file_of_an_older_version_is_read(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """It does not say which texts were loaded: those that are found are taken."""
+    folder = adapter_folder(root / "deep" / "x", 3)
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
+    file = kept["state_dir"] / FILE_NAME
+    state = json.loads(file.read_text())
+    del state["adapters"]["x"]["profile"]
+    file.write_text(json.dumps(state))
+    write_template(folder, "new")
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+        load(toy, "y", adapter_folder(root / "deep" / "y", 5))  # saves what x is by now
+    write_template(folder, "newer")
+    with toy_server(toy_model, **kept) as toy:
+        assert ask(toy, "x").status_code == 400
+
+
+def test_the_same_content_again_is_no_change(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    folder = adapter_folder(root / "deep" / "x", 3)
+    write_template(folder, "one")
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
     with toy_server(toy_model, **kept) as toy:
         assert load(toy, "x", folder, load_inplace=True).json()["changed"] is False
+    write_template(folder, "another")
+    with toy_server(toy_model, **kept) as toy:
+        assert load(toy, "x", folder, load_inplace=True).json()["changed"] is True
 
 
 def test_a_missing_folder_is_a_warning(
