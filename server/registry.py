@@ -38,6 +38,10 @@ from lorakeet.server.versions import Version, VersionReader
 
 logger = logging.getLogger(__name__)
 
+_NOT_LOADED = (
+    "--adapter %s=%s is not loaded: a client has %s in an earlier run, which is kept (state_dir); "
+    "unload the name or delete the alias, and restart, to have it"
+)
 MAX_ADAPTERS = 100_000  # that clients can add to
 
 
@@ -198,10 +202,15 @@ class Registry:
     # --- load and unload --------------------------------------------------------------------------
 
     async def load_at_start(self) -> None:
-        """Load `settings.adapters`, wherever they lie. Raises APIError for the first bad one."""
-        adapters = self._settings.adapters
-        for name in adapters:
+        """Load `settings.adapters`, wherever they lie, but for names that clients have given to
+        something else. Raises APIError for the first bad one."""
+        adapters = {}
+        for name, path in self._settings.adapters.items():
             self.catalog.check_name(name, "adapters")
+            if (other := self._given_by_clients(name)) is None:
+                adapters[name] = path
+            else:
+                logger.warning(_NOT_LOADED, name, path, other)
         versions = await asyncio.gather(
             *(
                 self._reader.read(name, path.resolve(), param=name)
@@ -393,17 +402,22 @@ class Registry:
         return State(registered, sorted(self.catalog.hidden), self.aliases.all())
 
     def restore(self, state: State) -> None:
-        """Take over the names of an earlier run; those of the settings come before them."""
-        given = {*self._settings.adapters, self.base_name}
-        self.catalog.registered = {
-            name: known for name, known in state.adapters.items() if name not in given
-        }
-        self.catalog.hidden = set(state.hidden) - given
+        """Take over the names of an earlier run; only the base model's comes before them."""
+        self.catalog.registered = dict(state.adapters)
+        self.catalog.hidden = set(state.hidden) - self._settings.adapters.keys()
         for alias, targets in state.aliases.items():
-            if alias not in given:
+            if alias != self.base_name:
                 self.aliases.put(alias, targets)
-        for name in sorted((state.adapters.keys() | state.aliases.keys()) & given):
-            logger.warning("the name %r, kept from an earlier run, belongs to another now", name)
+        if self.catalog.registered.pop(self.base_name, None) or self.base_name in state.aliases:
+            message = "the name %r, kept from an earlier run, belongs to the base model now"
+            logger.warning(message, self.base_name)
+
+    def _given_by_clients(self, name: str) -> str | None:
+        """What an earlier run has left under the name, in words."""
+        if name in self.aliases:
+            return "made it an alias"
+        known = self.catalog.registered.get(name)
+        return None if known is None else f"loaded {known.path}"
 
     async def warn_of_missing(self) -> None:
         """Log the registrations that could not be loaded now."""

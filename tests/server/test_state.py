@@ -367,7 +367,7 @@ def test_a_name_that_is_the_models_now_is_not_taken_over(
     ):
         ids = [model["id"] for model in toy.http.get("/v1/models").json()["data"]]
         assert ids.count("x") == 1
-    assert any("belongs to another" in record.getMessage() for record in caplog.records)
+    assert any("belongs to the base model" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
@@ -408,15 +408,58 @@ def test_an_upload_is_there_as_long_as_the_saved_state_names_it(
         wait_until(lambda: not first.exists(), "removed")
 
 
-def test_adapters_of_the_settings_come_first(
-    toy_model: Path, root: Path, kept: dict[str, Any], tmp_path: Path
+def test_what_a_client_loaded_comes_before_the_command_line(
+    toy_model: Path,
+    root: Path,
+    kept: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with toy_server(toy_model, **kept) as toy:
-        load(toy, "x", adapter_folder(root / "deep" / "x", 3))
-    given = {"x": adapter_folder(tmp_path / "given", 9)}
-    with toy_server(toy_model, adapters=given, **kept) as toy:
+    """A crash must not bring an old version back; an unload does."""
+    kept["adapters"] = {"x": adapter_folder(tmp_path / "given", 9)}
+    swapped = adapter_folder(root / "deep" / "x", 3)
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
         assert shift(toy, "x") == 9
-        assert list(listed(toy)) == ["x"]
+        assert load(toy, "x", swapped, load_inplace=True).status_code == 200
+    assert "--adapter" not in caplog.text
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
+        assert f"--adapter x={kept['adapters']['x']} is not loaded" in caplog.text
+        assert f"a client has loaded {swapped} in an earlier run" in caplog.text
+        load(toy, "y", adapter_folder(root / "deep" / "y", 5))  # another save keeps it too
+    with toy_server(toy_model, **kept) as toy:
+        assert list(listed(toy)) == ["x", "y"]
+        assert shift(toy, "x") == 3
+        assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+        assert ask(toy, "x").status_code == 404
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 9
+
+
+def test_an_unloaded_name_of_the_command_line_is_loaded_at_the_next_start(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """Also one whose folder lies in a root, and so stays away otherwise."""
+    kept["adapters"] = {"x": adapter_folder(root / "x", 9)}
+    for _ in range(2):
+        with toy_server(toy_model, **kept) as toy:
+            assert shift(toy, "x") == 9
+            assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+            assert ask(toy, "x").status_code == 404
+
+
+def test_an_alias_comes_before_the_command_line(
+    toy_model: Path, kept: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept["adapters"] = {"y": adapter_folder(tmp_path / "y", 5)}
+    with toy_server(toy_model, **kept) as toy:
+        toy.http.post("/v1/aliases", json={"alias": "x", "targets": [{"adapter": "y"}]})
+    kept["adapters"] |= {"x": adapter_folder(tmp_path / "x", 9)}
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
+        assert "a client has made it an alias" in caplog.text
+        assert shift(toy, "x") == 5
+        assert toy.http.delete("/v1/aliases/x").status_code == 200
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 9
 
 
 def test_one_server_a_folder(toy_model: Path, kept: dict[str, Any]) -> None:
