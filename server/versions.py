@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.server.adapter_state import Registration
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.catalog import Unloaded
 from lorakeet.server.contents import Contents, Use
 from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import BadRequestError, NotFoundError
@@ -39,6 +41,10 @@ class Version:
     is_registered: bool  # by a client: it outlives the server if there is a state-dir
 
     @property
+    def registration(self) -> Registration:
+        return Registration(str(self.path), self.loaded.digest, self.pinned, self.profile_digest)
+
+    @property
     def adapter_id(self) -> int:
         """What the engine calls it; versions of equal content have the same."""
         return self.loaded.adapter_id
@@ -47,9 +53,9 @@ class Version:
         """No request could tell them apart."""
         return self.loaded.digest == other.loaded.digest and self.profile == other.profile
 
-    def is_as(self, digest: str | None, profile: str | None) -> bool:
-        """It is what a registration was: these digests, the second perhaps unknown."""
-        return self.loaded.digest == digest and profile in (None, self.profile_digest)
+    def is_as(self, known: Unloaded) -> bool:
+        """It is what was registered, as far as that is known."""
+        return self.loaded.digest == known.digest and known.profile in (None, self.profile_digest)
 
 
 class VersionReader:
@@ -70,24 +76,21 @@ class VersionReader:
     async def read(
         self,
         name: str,
-        folder: Path,
+        wanted: Unloaded,
         *,
-        pinned: bool = False,
-        digest: str | None = None,
-        profile: str | None = None,
         param: str = "model",
         register: bool = False,
     ) -> Version:
         """Read the folder into the engine; the version uses its content from now on.
 
-        `digest`, `profile`: of a registration, the content and the `FolderProfile.digest` that it
-        must have. Raises NotFoundError and BadRequestError.
+        `wanted`: where it lies, and what must be there. Raises NotFoundError and BadRequestError.
         """
         number = next(self._numbers)
+        use = Use(wanted.path, wanted.pinned)
         try:
-            own = await self._in_turn(read_profile, folder, self._tokenizers)
-            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
-            if profile not in (None, own.digest):
+            own = await self._in_turn(read_profile, wanted.path, self._tokenizers)
+            loaded = await self._contents.acquire(number, use, wanted.digest)
+            if wanted.profile not in (None, own.digest):
                 self._contents.release(loaded.adapter_id, number)
                 raise TextConfigError(_PROFILE_CHANGED)
         except AdapterNotFoundError as error:
@@ -99,13 +102,13 @@ class VersionReader:
         return Version(
             number,
             name,
-            folder,
-            pinned,
+            wanted.path,
+            wanted.pinned,
             loaded,
             own.over(self._base, loaded.vocab_size),
             own.digest,
             int(time.time()),
-            is_registered=register or digest is not None,
+            is_registered=register or wanted.digest is not None,
         )
 
     async def profile(self, version: Version) -> Profile:
