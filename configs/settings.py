@@ -117,7 +117,9 @@ class Settings(BaseModel):
         2 * 2**30, description="Largest upload of an adapter (default: 2GiB)"
     )
     state_dir: Path | None = Field(
-        None, description="Folder that keeps registered adapters and aliases over a restart"
+        None,
+        description="Folder that keeps registered adapters and aliases over a restart; they win"
+        " over an --adapter of the same name",
     )
 
     host: Text = Field("127.0.0.1", description="Address to listen on")

@@ -10,6 +10,9 @@ from typing import Literal
 
 from lorakeet.lora.adapter import AdapterId, Slot
 
+_MORE_ROWS = "raise max_loras or lora_memory, or lower max_blend_rank"
+_VOCABULARY = "bytes for embedding and head rows"
+
 
 class PoolError(Exception):
     """An adapter can never be served by this pool; the message says why."""
@@ -120,7 +123,7 @@ class SlotManager:
         self, adapter_id: AdapterId, rank: int, pinned: bool, vocabulary_bytes: int = 0
     ) -> None:
         """Make an adapter known. Raises PoolError if it is too large, or if pinning it would not
-        leave a slot, the rows of the largest rank, and every vocabulary its memory."""
+        leave the slots and rows that are reserved, and every vocabulary its memory."""
         assert adapter_id not in self._needs
         if self.num_slots < 2 or rank > self.max_rank:
             raise PoolError(f"rank {rank} is larger than the pool takes, which is {self.max_rank}")
@@ -276,9 +279,17 @@ class SlotManager:
     def _check_pin(self, need: Room) -> None:
         largest = max((other.vocabulary_bytes for other in self._needs.values()), default=0)
         whole = Room(self.num_slots - 1, self.num_rows, self._vocabulary_bytes)
-        others = Room(self._reserved_slots, self._reserved_rows, largest)
-        if not whole.holds(self._pinned_room + need + others):
-            raise PoolError("pinning this adapter would leave no room for any other")
+        left = whole - self._pinned_room - need
+        for num_left, kind, who, num_needed, remedy in (
+            (left.slots, "slots", "a blend", self._reserved_slots, "raise max_loras"),
+            (left.rows, "rank rows", "a blend", self._reserved_rows, _MORE_ROWS),
+            (left.vocabulary_bytes, _VOCABULARY, "one", largest, "raise lora_vocabulary_memory"),
+        ):
+            if num_left < num_needed:
+                raise PoolError(
+                    f"pinning this adapter would leave no room for others: {num_left} {kind} are "
+                    f"left, and {who} of them may need {num_needed} ({remedy})"
+                )
 
     def _settle(self, adapter_id: AdapterId) -> None:
         """What becomes of a slot that is perhaps idle now."""

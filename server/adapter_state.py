@@ -24,6 +24,7 @@ class Registration(msgspec.Struct, frozen=True):
     path: str
     digest: str  # no other content is taken
     pinned: bool = False
+    profile: str | None = None  # nor another `FolderProfile.digest`; None: an older file's
 
 
 class State(msgspec.Struct, frozen=True):

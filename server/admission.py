@@ -62,7 +62,8 @@ def sampling_params(body: GenerationRequest, profile: Profile) -> SamplingParams
         raise BadRequestError(message, param="prompt_logprobs")
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    by_default = 0.0 if defaults.do_sample is False else defaults.temperature
+    temperature = _first(body.temperature, by_default, 1.0)
     top_k = max(0, _first(body.top_k, defaults.top_k, 0))
     return SamplingParams(
         min_tokens=body.min_tokens or 0,

@@ -4,6 +4,7 @@ They are folders of the roots, under the folder's name, and registrations of an 
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from typing import Self
 
 from lorakeet.server.adapter_roots import AdapterRoots
 from lorakeet.server.adapter_state import Registration
-from lorakeet.server.errors import BadRequestError
+from lorakeet.server.errors import APIError, BadRequestError
 from lorakeet.server.uploads import Uploads
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}")
 
@@ -25,10 +28,11 @@ class Unloaded:
     path: Path
     digest: str | None = None  # of a registration: no other content is taken
     pinned: bool = False
+    profile: str | None = None  # nor another profile, if it is known
 
     @classmethod
     def of(cls, known: Registration) -> Self:
-        return cls(Path(known.path), known.digest, known.pinned)
+        return cls(Path(known.path), known.digest, known.pinned, known.profile)
 
 
 class Catalog:
@@ -74,6 +78,14 @@ class Catalog:
         if found.digest is None or self._uploads.owns(found.path):
             return found.path
         return await self.allowed(str(found.path))
+
+    async def warn_of_missing(self) -> None:
+        """Log the registrations that could not be loaded now."""
+        for name, known in list(self.registered.items()):
+            try:
+                await self.folder_of(Unloaded.of(known))
+            except APIError as error:
+                logger.warning("%s, registered at %s: %s", name, known.path, error.message)
 
     def forget(self, name: str) -> Unloaded | None:
         """It is loaded, replaced or unloaded now. Returns what was registered."""

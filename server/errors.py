@@ -84,7 +84,10 @@ class ModelNotFoundError(NotFoundError):
     default_code = "model_not_found"
 
     def __init__(self, name: str, *, param: str = "model") -> None:
-        super().__init__(f"The model {name[:256]!r} does not exist", param=param)
+        message = f"The model {name[:256]!r} does not exist"
+        if param != "model":
+            message = f"There is no adapter {name[:256]!r}: {param} takes adapters and aliases only"
+        super().__init__(message, param=param)
 
 
 class ConflictError(APIError):

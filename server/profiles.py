@@ -5,8 +5,11 @@ Only EOS tokens add up. A profile belongs to one version of one adapter and is g
 tokenizer may be out of memory while no request uses it.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+import orjson
 
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.text_config import TextConfig, read_text_config
@@ -45,6 +48,7 @@ class FolderProfile:
     text: TextConfig
     tokenizer_digest: bytes | None
     tokenizer: Tokenizer
+    digest: str  # of text and tokenizer: the same in every process
 
     def over(self, base: Profile, vocab_size: int | None) -> AdapterProfile:
         """The adapter's profile. `vocab_size`: None, it has the model's."""
@@ -57,7 +61,12 @@ class FolderProfile:
 
 def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:
     """Raises TextConfigError for a file that is there and cannot be used."""
-    return FolderProfile(read_text_config(folder), *tokenizers.load(folder))
+    text = read_text_config(folder)
+    tokenizer_digest, tokenizer = tokenizers.load(folder)
+    named = None if tokenizer_digest is None else tokenizer_digest.hex()
+    said = orjson.dumps([text, named], option=orjson.OPT_SORT_KEYS)
+    digest = hashlib.sha256(said).hexdigest()
+    return FolderProfile(text, tokenizer_digest, tokenizer, digest)
 
 
 def _eos(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

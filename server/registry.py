@@ -15,7 +15,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from lorakeet.configs.settings import Settings
-from lorakeet.server.adapter_state import Registration, State, StateFile
+from lorakeet.server.adapter_state import State, StateFile
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.aliases import Aliases, Target
 from lorakeet.server.catalog import Catalog, Unloaded
@@ -38,6 +38,10 @@ from lorakeet.server.versions import Version, VersionReader
 
 logger = logging.getLogger(__name__)
 
+_NOT_LOADED = (
+    "--adapter %s=%s is not loaded: a client has %s in an earlier run, which is kept (state_dir); "
+    "unload the name or delete the alias, and restart, to have it"
+)
 MAX_ADAPTERS = 100_000  # that clients can add to
 
 
@@ -182,10 +186,8 @@ class Registry:
             if name in self._versions or found is None:  # loaded or unloaded meanwhile
                 return
             try:
-                folder = await self.catalog.folder_of(found)
-                self._versions[name] = await self._reader.read(
-                    name, folder, pinned=found.pinned, digest=found.digest
-                )
+                wanted = replace(found, path=await self.catalog.folder_of(found))
+                self._versions[name] = await self._reader.read(name, wanted)
             except APIError as error:
                 self.catalog.errors[name] = error.message
                 raise
@@ -194,13 +196,18 @@ class Registry:
     # --- load and unload --------------------------------------------------------------------------
 
     async def load_at_start(self) -> None:
-        """Load `settings.adapters`, wherever they lie. Raises APIError for the first bad one."""
-        adapters = self._settings.adapters
-        for name in adapters:
+        """Load `settings.adapters`, wherever they lie, but for names that clients have given to
+        something else. Raises APIError for the first bad one."""
+        adapters = {}
+        for name, path in self._settings.adapters.items():
             self.catalog.check_name(name, "adapters")
+            if (other := self._given_by_clients(name)) is None:
+                adapters[name] = path
+            else:
+                logger.warning(_NOT_LOADED, name, path, other)
         versions = await asyncio.gather(
             *(
-                self._reader.read(name, path.resolve(), param=name)
+                self._reader.read(name, Unloaded(path.resolve()), param=name)
                 for name, path in adapters.items()
             )
         )
@@ -227,12 +234,12 @@ class Registry:
         async with self._lock(name):
             self._check_name(name, load_inplace)
             version = await self._reader.read(
-                name, folder, pinned=pinned, param="lora_path", register=True
+                name, Unloaded(folder, pinned=pinned), param="lora_path", register=True
             )
             old, known = self._versions.get(name), self._forget(name)
             retired = Retired()
             if old is None:
-                changed = known is None or known.digest != version.loaded.digest
+                changed = known is None or not version.is_as(known)
             elif changed := not old.is_same(version):
                 retired = self._leases.retire(old)
             else:
@@ -269,7 +276,7 @@ class Registry:
     async def _keep(self, old: Version, new: Version) -> Version:
         """The name has this content already: only its pin changes, and where it lies. That is the
         newest place: the old one may be gone."""
-        kept = replace(old, pinned=new.pinned, path=new.path, is_registered=True)
+        kept = replace(new, number=old.number, created=old.created)
         try:
             await self._contents.change(old.adapter_id, old.number, Use(kept.path, kept.pinned))
         finally:
@@ -299,10 +306,7 @@ class Registry:
         )
 
     def _lock(self, name: str) -> asyncio.Lock:
-        lock = self._locks.get(name)
-        if lock is None:
-            lock = self._locks[name] = asyncio.Lock()
-        return lock
+        return self._locks.setdefault(name, asyncio.Lock())
 
     def _check_name(self, name: str, load_inplace: bool) -> None:
         """Whether something may be loaded under it."""
@@ -374,27 +378,22 @@ class Registry:
         registered = dict(self.catalog.registered)
         for name, version in self._versions.items():
             if version.is_registered:
-                digest = version.loaded.digest
-                registered[name] = Registration(str(version.path), digest, version.pinned)
+                registered[name] = version.registration
         return State(registered, sorted(self.catalog.hidden), self.aliases.all())
 
     def restore(self, state: State) -> None:
-        """Take over the names of an earlier run; those of the settings come before them."""
-        given = {*self._settings.adapters, self.base_name}
-        self.catalog.registered = {
-            name: known for name, known in state.adapters.items() if name not in given
-        }
-        self.catalog.hidden = set(state.hidden) - given
+        """Take over the names of an earlier run; only the base model's comes before them."""
+        self.catalog.registered = dict(state.adapters)
+        self.catalog.hidden = set(state.hidden) - self._settings.adapters.keys()
         for alias, targets in state.aliases.items():
-            if alias not in given:
+            if alias != self.base_name:
                 self.aliases.put(alias, targets)
-        for name in sorted((state.adapters.keys() | state.aliases.keys()) & given):
-            logger.warning("the name %r, kept from an earlier run, belongs to another now", name)
+        if self.catalog.registered.pop(self.base_name, None) or self.base_name in state.aliases:
+            logger.warning("the name %r, kept from an earlier run, is the model's", self.base_name)
 
-    async def warn_of_missing(self) -> None:
-        """Log the registrations that could not be loaded now."""
-        for name, known in list(self.catalog.registered.items()):
-            try:
-                await self.catalog.folder_of(Unloaded.of(known))
-            except APIError as error:
-                logger.warning("%s, registered at %s: %s", name, known.path, error.message)
+    def _given_by_clients(self, name: str) -> str | None:
+        """What an earlier run has left under the name, in words."""
+        if name in self.aliases:
+            return "made it an alias"
+        known = self.catalog.registered.get(name)
+        return None if known is None else f"loaded {known.path}"

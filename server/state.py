@@ -82,7 +82,7 @@ class Server:
         self.metrics.watch_engine(
             self.settings, self.engine.info, lambda: self.engine.stats, self._adapter_ids
         )
-        self._checking = asyncio.create_task(self.registry.warn_of_missing())
+        self._checking = asyncio.create_task(self.registry.catalog.warn_of_missing())
         if self.phase == "loading":
             self.phase = "ready"
 

@@ -1,5 +1,6 @@
 """What a model's or an adapter's folder says about text: chat template, special tokens, EOS."""
 
+import logging
 import stat
 import sys
 from dataclasses import dataclass, replace
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+
+logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 * 2**20
 MAX_TEXT = 2**18  # characters of a template and special tokens: each version keeps its own
@@ -19,6 +22,12 @@ _NUMBERS = {  # of generation_config.json: lowest and highest value, as in the A
     "repetition_penalty": (0.01, 100.0),
 }
 _COUNTS = {"top_k": -1, "max_new_tokens": 1}  # the lowest
+_DEFAULTS = (*_NUMBERS, *_COUNTS, "do_sample")
+_NO_DEFAULTS = frozenset(  # what else may be there, and need not be followed
+    "bos_token_id eos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation"
+    " transformers_version".split()
+)
+_MAX_NAMED = 200  # characters of a log line
 
 
 class TextConfigError(ValueError):
@@ -35,6 +44,7 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     top_k: int | None = None
     max_new_tokens: int | None = None
+    do_sample: bool | None = None  # False: greedy, whatever the temperature
 
     def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
         own = {name: value for name, value in vars(self).items() if value is not None}
@@ -84,21 +94,39 @@ def read_text_config(folder: Path) -> TextConfig:
         raise TextConfigError(f"eos_token_id holds more than {MAX_EOS} tokens")
     if template is not None:
         template = sys.intern(template)  # most adapters have the same one
+    _log_ignored(folder, generation)
     return TextConfig(template, special, eos_ids, _defaults(generation))
 
 
 def _defaults(config: dict[str, Any]) -> GenerationDefaults:
     found: dict[str, Any] = {}
-    for name in (*_NUMBERS, *_COUNTS):
+    for name in _DEFAULTS:
         value = config.get(name)
         if value is None:
             continue
-        low, high = _NUMBERS.get(name) or (_COUNTS[name], 2**31)
-        kinds = (int, float) if name in _NUMBERS else int
-        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        if not _is_usable(name, value):
             raise TextConfigError(f"generation_config.json: {name} {str(value)[:40]} is not usable")
         found[name] = value
     return GenerationDefaults(**found)
+
+
+def _is_usable(name: str, value: object) -> bool:
+    if name == "do_sample" or isinstance(value, bool):
+        return name == "do_sample" and isinstance(value, bool)
+    low, high = _NUMBERS.get(name) or (_COUNTS[name], 2**31)
+    kinds = (int, float) if name in _NUMBERS else int
+    return isinstance(value, kinds) and low <= value <= high
+
+
+def _log_ignored(folder: Path, config: dict[str, Any]) -> None:
+    ignored = [
+        name
+        for name, value in config.items()
+        if value is not None and name not in (*_DEFAULTS, *_NO_DEFAULTS) and name[:1] != "_"
+    ]
+    if ignored:
+        names = ", ".join(sorted(ignored))[:_MAX_NAMED]
+        logger.warning("%s: generation_config.json: not used: %s", folder, names)
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.server.adapter_state import Registration
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
+from lorakeet.server.catalog import Unloaded
 from lorakeet.server.contents import Contents, Use
 from lorakeet.server.engine.messages import AdapterLoaded
 from lorakeet.server.errors import BadRequestError, NotFoundError
@@ -20,6 +22,11 @@ from lorakeet.server.text_config import TextConfigError
 
 T = TypeVar("T")
 
+_PROFILE_CHANGED = (
+    "its chat template, tokenizer, special tokens or generation config have changed since it was "
+    "loaded: load it again, with load_inplace"
+)
+
 
 @dataclass(frozen=True)
 class Version:
@@ -29,8 +36,13 @@ class Version:
     pinned: bool
     loaded: AdapterLoaded
     profile: AdapterProfile  # already laid over the base model's
+    profile_digest: str  # of the folder's own
     created: int  # Unix time
     is_registered: bool  # by a client: it outlives the server if there is a state-dir
+
+    @property
+    def registration(self) -> Registration:
+        return Registration(str(self.path), self.loaded.digest, self.pinned, self.profile_digest)
 
     @property
     def adapter_id(self) -> int:
@@ -40,6 +52,10 @@ class Version:
     def is_same(self, other: "Version") -> bool:
         """No request could tell them apart."""
         return self.loaded.digest == other.loaded.digest and self.profile == other.profile
+
+    def is_as(self, known: Unloaded) -> bool:
+        """It is what was registered, as far as that is known."""
+        return self.loaded.digest == known.digest and known.profile in (None, self.profile_digest)
 
 
 class VersionReader:
@@ -60,22 +76,23 @@ class VersionReader:
     async def read(
         self,
         name: str,
-        folder: Path,
+        wanted: Unloaded,
         *,
-        pinned: bool = False,
-        digest: str | None = None,
         param: str = "model",
         register: bool = False,
     ) -> Version:
         """Read the folder into the engine; the version uses its content from now on.
 
-        `digest`: of a registration, the content that it must have. Raises NotFoundError and
-        BadRequestError.
+        `wanted`: where it lies, and what must be there. Raises NotFoundError and BadRequestError.
         """
         number = next(self._numbers)
+        use = Use(wanted.path, wanted.pinned)
         try:
-            own = await self._in_turn(read_profile, folder, self._tokenizers)
-            loaded = await self._contents.acquire(number, Use(folder, pinned), digest)
+            own = await self._in_turn(read_profile, wanted.path, self._tokenizers)
+            loaded = await self._contents.acquire(number, use, wanted.digest)
+            if wanted.profile not in (None, own.digest):
+                self._contents.release(loaded.adapter_id, number)
+                raise TextConfigError(_PROFILE_CHANGED)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
         except (AdapterError, TextConfigError) as error:
@@ -85,12 +102,13 @@ class VersionReader:
         return Version(
             number,
             name,
-            folder,
-            pinned,
+            wanted.path,
+            wanted.pinned,
             loaded,
             own.over(self._base, loaded.vocab_size),
+            own.digest,
             int(time.time()),
-            is_registered=register or digest is not None,
+            is_registered=register or wanted.digest is not None,
         )
 
     async def profile(self, version: Version) -> Profile:

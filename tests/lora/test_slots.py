@@ -227,11 +227,19 @@ def test_what_an_adapter_needs_of_what_is_available() -> None:
 def test_pins_leave_what_is_reserved() -> None:
     slots = SlotManager(6, 20, 8, reserved_slots=3, reserved_rows=12)
     slots.register(AdapterId(1), 4, pinned=True)
-    with pytest.raises(PoolError, match="no room"):
+    with pytest.raises(PoolError, match=r"11 rank rows .* may need 12 .*max_blend_rank"):
         slots.register(AdapterId(2), 5, pinned=True)  # rows
     slots.register(AdapterId(2), 4, pinned=True)
-    with pytest.raises(PoolError, match="no room"):
+    with pytest.raises(PoolError, match=r"2 slots.* may need 3 \(raise max_loras\)"):
         slots.register(AdapterId(3), 0, pinned=True)  # slots
+
+
+def test_pins_leave_every_vocabulary_its_memory() -> None:
+    slots = SlotManager(6, 20, 8, vocabulary_bytes=10)
+    slots.register(AdapterId(1), 1, pinned=False, vocabulary_bytes=6)
+    with pytest.raises(PoolError, match=r"5 bytes .* may need 6 \(raise lora_vocabulary_memory\)"):
+        slots.register(AdapterId(2), 1, pinned=True, vocabulary_bytes=5)
+    slots.register(AdapterId(2), 1, pinned=True, vocabulary_bytes=4)
 
 
 class SlotMachine(RuleBasedStateMachine):

@@ -68,6 +68,17 @@ def test_the_weighted_sum(toy: ToyServer, adapters: list[dict[str, Any]], k: int
     assert first["choices"][0]["text"] == toy.server.tokenizer.decode([40 + k])
 
 
+@pytest.mark.parametrize("name", ["base", "nope"])
+@pytest.mark.parametrize("field", ["adapter", "adapters"])
+def test_what_is_no_adapter_is_said_to_be_none(toy: ToyServer, field: str, name: str) -> None:
+    """The base model does exist, but not as an adapter."""
+    named: Any = name if field == "adapter" else parts((name, 1), ("three", 1))
+    answer = post(toy, COMPLETIONS, **{field: named})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"There is no adapter '{name}': {field}")
+    assert answer.json()["error"]["message"].endswith("takes adapters and aliases only")
+
+
 def test_one_with_weight_1_is_that_adapter_and_none_is_the_base(toy: ToyServer) -> None:
     """So they share the prefix cache."""
     post(toy, COMPLETIONS, adapter="three")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
@@ -220,18 +221,65 @@ def test_others_have_the_apis_defaults(server: ToyServer, model: str) -> None:
     assert sent(server).max_tokens == MAX_MODEL_LEN - answer["usage"]["prompt_tokens"]
 
 
+def model_with(folder: Path, toy_model: Path, **fields: Any) -> Path:
+    """The toy's folder, with more in its generation config."""
+    shutil.copytree(toy_model, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    return generation_config(folder, **config, **fields)
+
+
 def test_the_models_defaults_are_under_the_adapters(toy_model: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in toy_model.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
-    config = json.loads((model / "generation_config.json").read_text())
-    generation_config(model, **config, temperature=0.75, top_k=20)
+    model = model_with(tmp_path / "model", toy_model, temperature=0.75, top_k=20)
     own = generation_config(adapter_folder(tmp_path / "root" / "own", 0), temperature=0.5)
     with toy_server(model, adapter_dirs=[own.parent]) as server:
         for name, temperature in (("base", 0.75), ("own", 0.5)):
             complete(server, name, "a")
             assert (sent(server).temperature, sent(server).top_k) == (temperature, 20)
+
+
+@pytest.mark.parametrize(
+    ("base", "own", "wanted"),  # temperatures of requests of the base, and of the adapter
+    [
+        ({}, {"do_sample": False}, (1.0, 0.0)),
+        ({"do_sample": True, "temperature": 0.75}, {"do_sample": False}, (0.75, 0.0)),
+        ({"do_sample": False, "temperature": 0.75}, {}, (0.0, 0.0)),
+        ({"do_sample": False, "temperature": 0.75}, {"do_sample": True}, (0.0, 0.75)),
+        ({"do_sample": False}, {"do_sample": True}, (0.0, 1.0)),
+        ({}, {"do_sample": None, "temperature": 0.5}, (1.0, 0.5)),
+    ],
+)
+def test_without_sampling_requests_are_greedy_unless_they_say_otherwise(
+    toy_model: Path,
+    tmp_path: Path,
+    base: dict[str, Any],
+    own: dict[str, Any],
+    wanted: tuple[float, float],
+) -> None:
+    model = model_with(tmp_path / "model", toy_model, **base)
+    generation_config(adapter_folder(tmp_path / "root" / "own"), **own)
+    with toy_server(model, adapter_dirs=[tmp_path / "root"]) as server:
+        for name, temperature in zip(("base", "own"), wanted, strict=True):
+            complete(server, name, "a")
+            assert sent(server).temperature == temperature
+            complete(server, name, "a", temperature=0.25)
+            assert sent(server).temperature == 0.25
+
+
+def test_defaults_that_are_not_used_are_named_at_load(
+    toy_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_with(tmp_path / "model", toy_model, num_beams=4)
+    own = adapter_folder(tmp_path / "root" / "own")
+    generation_config(own, stop_strings=["a"], typical_p=0.5, top_p=0.5, pad_token_id=1,
+                      min_length=None, do_sample=True, _from_model_config=True)  # fmt: skip
+    adapter_folder(tmp_path / "root" / "plain")
+    with caplog.at_level("WARNING"), toy_server(model, adapter_dirs=[own.parent]) as server:
+        for name in ("own", "own", "plain"):
+            complete(server, name, "a")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{model}: generation_config.json: not used: num_beams",
+        f"{own}: generation_config.json: not used: stop_strings, typical_p",
+    ]
 
 
 def test_eos_tokens_add_up(server: ToyServer) -> None:
@@ -395,6 +443,8 @@ BAD_FILES: list[tuple[str, str]] = [
     ("generation_config.json", '{"top_k": 1.5}'),
     ("generation_config.json", '{"max_new_tokens": 0}'),
     ("generation_config.json", '{"repetition_penalty": true}'),
+    ("generation_config.json", '{"do_sample": "no"}'),
+    ("generation_config.json", '{"do_sample": 0}'),
 ]
 
 

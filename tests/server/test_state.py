@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lorakeet.server.adapter_state import FILE_NAME, Registration, State, StateF
 from lorakeet.server.files import FolderError, write_atomically
 from support.servers import wait_until
 from support.toy_server import ToyServer, adapter_folder, toy_server
+from support.vocabularies import add_tokens
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
@@ -116,14 +118,99 @@ def test_other_content_under_a_registered_path_is_not_served(
         assert listed(toy)["x"]["error"] is None
 
 
-def test_the_same_content_again_is_no_change(
+def write_template(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+
+
+def write_tokenizer(folder: Path, text: str) -> None:
+    add_tokens(folder, f"<{text}>")
+
+
+def write_generation_config(folder: Path, text: str) -> None:
+    fields = {"top_k": len(text), "eos_token_id": [4]}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("write", [write_template, write_tokenizer, write_generation_config])
+def test_other_texts_in_a_registered_folder_are_not_served(
+    toy_model: Path, root: Path, kept: dict[str, Any], write: Callable[[Path, str], None]
+) -> None:
+    """Template, tokenizer and defaults belong to what was loaded, as the weights do."""
+    folder = adapter_folder(root / "deep" / "x", 3)
+    write(folder, "one")
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3  # as it was
+    write(folder, "another")
+    with toy_server(toy_model, **kept) as toy:
+        response = ask(toy, "x")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_adapter")
+        assert "chat template, tokenizer" in response.json()["error"]["message"]
+        assert not toy.engine.adapters  # what was read for it is gone
+        swapped = load(toy, "x", folder, load_inplace=True)
+        assert (swapped.status_code, swapped.json()["changed"]) == (200, True)
+        assert shift(toy, "x") == 3
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+
+
+def test_a_folder_without_texts_may_not_get_any(
     toy_model: Path, root: Path, kept: dict[str, Any]
 ) -> None:
     folder = adapter_folder(root / "deep" / "x", 3)
     with toy_server(toy_model, **kept) as toy:
         load(toy, "x", folder)
+    write_template(folder, "new")
+    with toy_server(toy_model, **kept) as toy:
+        assert ask(toy, "x").status_code == 400
+
+
+def test_texts_are_those_of_the_last_load(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """A load that changes nothing takes the new folder, and what is in its files."""
+    first, second = (adapter_folder(root / "deep" / name, 3) for name in ("1", "2"))
+    (second / "chat_template.jinja").write_text("")  # as good as none
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", first)
+        assert load(toy, "x", second, load_inplace=True).json()["changed"] is False
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+
+
+def test_a_file_of_an_older_version_is_read(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """It does not say which texts were loaded: those that are found are taken."""
+    folder = adapter_folder(root / "deep" / "x", 3)
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
+    file = kept["state_dir"] / FILE_NAME
+    state = json.loads(file.read_text())
+    del state["adapters"]["x"]["profile"]
+    file.write_text(json.dumps(state))
+    write_template(folder, "new")
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 3
+        load(toy, "y", adapter_folder(root / "deep" / "y", 5))  # saves what x is by now
+    write_template(folder, "newer")
+    with toy_server(toy_model, **kept) as toy:
+        assert ask(toy, "x").status_code == 400
+
+
+def test_the_same_content_again_is_no_change(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    folder = adapter_folder(root / "deep" / "x", 3)
+    write_template(folder, "one")
+    with toy_server(toy_model, **kept) as toy:
+        load(toy, "x", folder)
     with toy_server(toy_model, **kept) as toy:
         assert load(toy, "x", folder, load_inplace=True).json()["changed"] is False
+    write_template(folder, "another")
+    with toy_server(toy_model, **kept) as toy:
+        assert load(toy, "x", folder, load_inplace=True).json()["changed"] is True
 
 
 def test_a_missing_folder_is_a_warning(
@@ -280,7 +367,7 @@ def test_a_name_that_is_the_models_now_is_not_taken_over(
     ):
         ids = [model["id"] for model in toy.http.get("/v1/models").json()["data"]]
         assert ids.count("x") == 1
-    assert any("belongs to another" in record.getMessage() for record in caplog.records)
+    assert any("is the model's" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
@@ -321,15 +408,58 @@ def test_an_upload_is_there_as_long_as_the_saved_state_names_it(
         wait_until(lambda: not first.exists(), "removed")
 
 
-def test_adapters_of_the_settings_come_first(
-    toy_model: Path, root: Path, kept: dict[str, Any], tmp_path: Path
+def test_what_a_client_loaded_comes_before_the_command_line(
+    toy_model: Path,
+    root: Path,
+    kept: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with toy_server(toy_model, **kept) as toy:
-        load(toy, "x", adapter_folder(root / "deep" / "x", 3))
-    given = {"x": adapter_folder(tmp_path / "given", 9)}
-    with toy_server(toy_model, adapters=given, **kept) as toy:
+    """A crash must not bring an old version back; an unload does."""
+    kept["adapters"] = {"x": adapter_folder(tmp_path / "given", 9)}
+    swapped = adapter_folder(root / "deep" / "x", 3)
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
         assert shift(toy, "x") == 9
-        assert list(listed(toy)) == ["x"]
+        assert load(toy, "x", swapped, load_inplace=True).status_code == 200
+    assert "--adapter" not in caplog.text
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
+        assert f"--adapter x={kept['adapters']['x']} is not loaded" in caplog.text
+        assert f"a client has loaded {swapped} in an earlier run" in caplog.text
+        load(toy, "y", adapter_folder(root / "deep" / "y", 5))  # another save keeps it too
+    with toy_server(toy_model, **kept) as toy:
+        assert list(listed(toy)) == ["x", "y"]
+        assert shift(toy, "x") == 3
+        assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+        assert ask(toy, "x").status_code == 404
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 9
+
+
+def test_an_unloaded_name_of_the_command_line_is_loaded_at_the_next_start(
+    toy_model: Path, root: Path, kept: dict[str, Any]
+) -> None:
+    """Also one whose folder lies in a root, and so stays away otherwise."""
+    kept["adapters"] = {"x": adapter_folder(root / "x", 9)}
+    for _ in range(2):
+        with toy_server(toy_model, **kept) as toy:
+            assert shift(toy, "x") == 9
+            assert toy.http.post(UNLOAD, json={"lora_name": "x"}).status_code == 200
+            assert ask(toy, "x").status_code == 404
+
+
+def test_an_alias_comes_before_the_command_line(
+    toy_model: Path, kept: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept["adapters"] = {"y": adapter_folder(tmp_path / "y", 5)}
+    with toy_server(toy_model, **kept) as toy:
+        toy.http.post("/v1/aliases", json={"alias": "x", "targets": [{"adapter": "y"}]})
+    kept["adapters"] |= {"x": adapter_folder(tmp_path / "x", 9)}
+    with caplog.at_level(logging.WARNING), toy_server(toy_model, **kept) as toy:
+        assert "a client has made it an alias" in caplog.text
+        assert shift(toy, "x") == 5
+        assert toy.http.delete("/v1/aliases/x").status_code == 200
+    with toy_server(toy_model, **kept) as toy:
+        assert shift(toy, "x") == 9
 
 
 def test_one_server_a_folder(toy_model: Path, kept: dict[str, Any]) -> None:
