@@ -63,10 +63,16 @@ def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:
     """Raises TextConfigError for a file that is there and cannot be used."""
     text = read_text_config(folder)
     tokenizer_digest, tokenizer = tokenizers.load(folder)
-    named = None if tokenizer_digest is None else tokenizer_digest.hex()
-    said = orjson.dumps([text, named], option=orjson.OPT_SORT_KEYS)
-    digest = hashlib.sha256(said).hexdigest()
+    said: dict[str, object] = {**vars(text), "defaults": _set(vars(text.defaults))}
+    if tokenizer_digest is not None:
+        said["tokenizer"] = tokenizer_digest.hex()
+    digest = hashlib.sha256(orjson.dumps(_set(said), option=orjson.OPT_SORT_KEYS)).hexdigest()
     return FolderProfile(text, tokenizer_digest, tokenizer, digest)
+
+
+def _set(fields: dict[str, object]) -> dict[str, object]:
+    """Without those that say nothing: a field of a later release leaves digests as they are."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _eos(text: TextConfig, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

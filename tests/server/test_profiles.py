@@ -1,6 +1,7 @@
 """Tokenizer, tokens, templates and defaults of an adapter's folder: its own, never another's."""
 
 import gc
+import hashlib
 import json
 import shutil
 import threading
@@ -15,7 +16,9 @@ import httpx
 import pytest
 
 from lorakeet.server import adapter_tokenizers
+from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.admission import DEFAULT_COMPLETION_TOKENS
+from lorakeet.server.profiles import read_profile
 from lorakeet.server.tokens import Tokenizer
 from support.models import END_ID, EOS_ID, TOKENIZER_SIZE, VOCAB_SIZE
 from support.servers import wait_until
@@ -516,3 +519,16 @@ def test_many_that_wait_for_a_tokenizer_leave_others_their_threads(
 
 def _tokens(answer: Any) -> range:
     return range(answer["usage"]["completion_tokens"])
+
+
+def test_digest_is_of_what_the_folder_says(toy_model: Path, tmp_path: Path) -> None:
+    """A registration of a release that knows fewer fields must hold: what is not said is not in
+    it. This value has to stay as it is."""
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 2}')
+    said = (
+        b'{"chat_template":"{{ messages }}","defaults":{"temperature":0.5},"eos_token_ids":[2],'
+        b'"special_tokens":{}}'
+    )
+    digest = read_profile(tmp_path, AdapterTokenizers(Tokenizer(toy_model), toy_model)).digest
+    assert digest == hashlib.sha256(said).hexdigest()
