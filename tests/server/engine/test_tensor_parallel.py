@@ -150,6 +150,39 @@ def test_ranks_answer_as_one(model: Path, adapters: list[Path], size: int) -> No
     run(test)
 
 
+def test_an_alora_on_two_ranks(model: Path, tmp_path: Path) -> None:
+    """Before its invocation it is the base model. One rank is compared with PEFT elsewhere."""
+    alora = make_adapter(tmp_path / "alora", model, seed=5, alora_invocation_tokens=PROMPT[2:])
+    elsewhere = make_adapter(tmp_path / "other", model, seed=5, alora_invocation_tokens=[50])
+
+    async def scores(size: int) -> list[list[float]]:
+        async with engine_of(model, size) if size > 1 else alone(model) as engine:
+            await engine.load_adapter(1, str(alora))
+            await engine.load_adapter(2, str(elsewhere))
+            asked = [request(f"{i}", i, logprobs=1, prompt_logprobs=1) for i in range(3)]
+            results = await asyncio.gather(*(collect(engine, each) for each in asked))
+        return [
+            [
+                score.logprob
+                for score in [*(found.prompt_logprobs or [])[1:], *found.logprobs]
+                if score
+            ]
+            for found in results
+        ]
+
+    async def test() -> None:
+        one, two = await scores(1), await scores(2)
+        for got, want in zip(two, one, strict=True):
+            assert got == pytest.approx(want, abs=1e-3)
+        base, activated, inactive = two
+        assert len(base) == len(PROMPT) - 1 + 6
+        assert inactive == pytest.approx(base, abs=1e-3)  # its invocation is nowhere
+        assert activated[:2] == pytest.approx(base[:2], abs=1e-3)
+        assert activated[2:] != pytest.approx(base[2:], abs=1e-2)
+
+    run(test)
+
+
 @asynccontextmanager
 async def alone(model: Path) -> AsyncIterator[EngineProcess]:
     engine = EngineProcess(cpu_settings(model))
