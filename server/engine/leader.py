@@ -174,8 +174,10 @@ class Followers:
         try:
             while connection.poll(self._limit(follower)):
                 self._receive(follower, decoder.decode(connection.recv_bytes()))
-            reason = f"has given no sign for {self._step_timeout:g} seconds (step_timeout)"
-            self._die(f"rank {follower.rank} {reason}")
+            self._die(
+                f"rank {follower.rank} has given no sign for {self._step_timeout:g} seconds"
+                " (step_timeout): it hangs, or waits for a rank that does"
+            )
         except (EOFError, OSError):
             reason = follower.failure or describe_exit("process", follower.process.wait())
             self._die(f"rank {follower.rank}: {reason}")
