@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from shapes import SHAPES
 
-from lorakeet.configs.settings import Settings, load, parse_size
+from lorakeet.configs.settings import Settings, SettingsError, load, parse_size
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.lora.specs import group_specs
-from lorakeet.models.config import ModelConfig, load_config, parse_config
+from lorakeet.models.config import ModelConfig, UnsupportedModelError, load_config, parse_config
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.process_group import ProcessGroup
@@ -59,9 +59,10 @@ def model_config(name: str) -> ModelConfig:
 
 
 def rank_memory(settings: Settings, rank: int, gpu: int, allowance: int) -> RankMemory:
-    """`gpu`: bytes of each GPU. Raises UnsupportedModelError for a model that cannot be cut so."""
-    assert settings.model is not None
-    assert settings.lora_memory is not None
+    """`gpu`: bytes of each GPU. Raises UnsupportedModelError for a model that cannot be cut so,
+    SettingsError for settings that leave open what is asked."""
+    if settings.model is None or settings.lora_memory is None:
+        raise SettingsError("only for settings that name a model and lora_memory")
     group = ProcessGroup(rank, settings.tensor_parallel_size)
     config = model_config(settings.model)
     dtype = resolve_dtype(config, torch.device("cuda"), settings.dtype)
@@ -87,7 +88,10 @@ def main() -> None:
     parser.add_argument("--allowance", type=parse_size, default=6 * GiB, help="graphs and passes")
     arguments = parser.parse_args()
     settings = load(arguments.config)
-    found = rank_memory(settings, 0, arguments.gpu, arguments.allowance)
+    try:
+        found = rank_memory(settings, 0, arguments.gpu, arguments.allowance)
+    except (SettingsError, UnsupportedModelError) as error:
+        parser.exit(1, f"{arguments.config}: {error}\n")
     print(f"{settings.model}, each of {settings.tensor_parallel_size} ranks:")
     for part in ("weights", "adapter_pool", "adapter_vocabularies", "allowance", "kv_cache"):
         print(f"  {part.replace('_', ' '):22}{getattr(found, part) / GiB:8.2f} GiB")

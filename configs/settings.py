@@ -62,7 +62,7 @@ class Settings(BaseModel):
         1, description="GPUs to cut the model and its adapters over; on a CPU, processes"
     )
     start_timeout: Annotated[float, Field(gt=0)] = Field(
-        600.0, description="Seconds in which the processes of a model that is cut must be ready"
+        600.0, description="Seconds in which the engine must have loaded the model and be ready"
     )
     step_timeout: Annotated[float, Field(gt=0)] = Field(
         600.0, description="Seconds without a sign of the engine after which the server ends"

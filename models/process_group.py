@@ -2,6 +2,8 @@
 
 import logging
 import os
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lorakeet.kernels.mailbox import Mailbox, mailbox_shape
 
@@ -20,7 +23,7 @@ _T = TypeVar("_T")
 
 # the name that it has since torch 2.13
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_ONE_SHOT_BYTES = 2**20  # that a rank reads of the others; past it, each had better sum up a part
+_ONE_SHOT_BYTES = 2**16  # that a rank reads of the others; past it, NCCL was measured faster
 
 
 class ProcessGroupError(Exception):
@@ -29,8 +32,8 @@ class ProcessGroupError(Exception):
 
 class OneShotSum:
     """Sums over GPUs that can read each other's memory, in one kernel: each rank writes its part
-    where all can see it, and sums up all parts itself. For a few hundred kilobytes a message is
-    all latency, of which NCCL's rings have several times as much."""
+    where all can see it, and sums up all parts itself. For some kilobytes a message is all
+    latency, of which NCCL's rings have more."""
 
     def __init__(self, device: torch.device) -> None:
         """All ranks together, after the process group is there."""
@@ -97,9 +100,21 @@ class ProcessGroup:
 ALONE = ProcessGroup()
 
 
-def join(rank: int, size: int, address: str, device: torch.device, timeout: float) -> ProcessGroup:
-    """Meet the other ranks at `address` ("host:port", where rank 0 listens): NCCL on CUDA, gloo on
-    the CPU. `device` is this rank's own.
+def listen(address: str = "127.0.0.1:0") -> socket.socket:
+    """Where ranks can meet: for processes of this host alone, as nothing asks who they are."""
+    host, port = address.split(":")
+    return socket.create_server((host, int(port)))
+
+
+def join(
+    rank: int,
+    size: int,
+    address: str | socket.socket,
+    device: torch.device,
+    timeout: float,
+) -> ProcessGroup:
+    """Meet the other ranks at `address` ("host:port"): NCCL on CUDA, gloo on the CPU. Rank 0
+    listens there, or has a socket that does: it is taken over. `device` is this rank's own.
 
     Raises ProcessGroupError when not all are there after `timeout` seconds.
     """
@@ -109,10 +124,14 @@ def join(rank: int, size: int, address: str, device: torch.device, timeout: floa
     if is_cuda:  # multicast is not to be had everywhere
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    else:  # not an interface that others reach, which the host's name may stand for
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if rank == 0 and isinstance(address, str):
+        address = listen(address)
     try:
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            init_method=f"tcp://{address}",
+            store=_store(size, address, timeout),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -120,13 +139,24 @@ def join(rank: int, size: int, address: str, device: torch.device, timeout: floa
         )
     except (RuntimeError, ValueError) as error:
         raise ProcessGroupError(
-            f"rank {rank} of {size} did not meet the others at {address}"
-            f" within {timeout:.0f} seconds: {error}"
+            f"rank {rank} of {size} did not meet the others within {timeout:.0f} seconds: {error}"
         ) from error
     if not _see_each_other(size, device):
         return ProcessGroup(rank, size)
     one_shot, mailbox = by_all(OneShotSum, device), by_all(_mailbox, device)
     return ProcessGroup(rank, size, one_shot=one_shot, mailbox=mailbox)
+
+
+def _store(size: int, address: str | socket.socket, timeout: float) -> TCPStore:
+    """What the ranks tell each other while they meet: rank 0's serves it from its socket."""
+    limit = timedelta(seconds=timeout)
+    if isinstance(address, str):
+        host, port = address.split(":")
+        return TCPStore(host, int(port), size, timeout=limit)
+    host, number = address.getsockname()
+    return TCPStore(
+        host, number, size, is_master=True, timeout=limit, master_listen_fd=address.detach()
+    )
 
 
 def by_all(make: Callable[[torch.device], _T], device: torch.device) -> _T | None:

@@ -108,7 +108,7 @@ class _EngineCollector(Collector):
         yield _count("lorakeet:preemptions", stats.num_preemptions)
         yield _count("lorakeet:steps", stats.num_steps)
         memory = GaugeMetricFamily(
-            "lorakeet:memory_bytes", "Device memory by part", labels=["part"]
+            "lorakeet:memory_bytes", "Device memory by part, of rank 0", labels=["part"]
         )
         for part, size in self._info.memory.items():
             memory.add_metric([part], size)

@@ -28,6 +28,7 @@ from lorakeet.server.engine.devices import choose_device
 from lorakeet.server.engine.process import exit_at_end_of_input, set_up_threads
 from lorakeet.server.engine.rank_messages import (
     AdapterRead,
+    Alive,
     Failed,
     Launch,
     Order,
@@ -42,6 +43,7 @@ from lorakeet.server.engine.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+_SIGN_INTERVAL = 0.25  # seconds
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that comes when the parent dies
 
 
@@ -53,11 +55,17 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Order)
         self._lock = threading.Lock()
+        self._next_sign = 0.0
 
     def receive(self) -> Order:
-        """Raises EOFError when rank 0 is gone."""
-        order: Order = self._decoder.decode(self._connection.recv_bytes())
-        return order
+        """Wait for the next order, and give signs of life. Raises EOFError when rank 0 is gone."""
+        while True:
+            if time.monotonic() >= self._next_sign:
+                self.report(Alive())
+                self._next_sign = time.monotonic() + _SIGN_INTERVAL
+            if self._connection.poll(max(0.0, self._next_sign - time.monotonic())):
+                order: Order = self._decoder.decode(self._connection.recv_bytes())
+                return order
 
     def report(self, report: Report) -> None:
         with self._lock:
@@ -70,7 +78,7 @@ def follow(settings: Settings, rank: int, address: str, model: Path, channel: Ch
     device, size = choose_device(settings, rank), settings.tensor_parallel_size
     group = join(rank, size, address, device, settings.start_timeout + settings.step_timeout)
     channel.report(Progress("joined"))
-    runner = Runner(settings, model, group)
+    runner = Runner(settings, model, group, on_loaded=lambda: channel.report(Progress("loaded")))
     channel.report(Progress("ready"))
     while True:
         match channel.receive():

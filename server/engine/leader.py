@@ -18,10 +18,12 @@ import msgspec
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterId, Slot
+from lorakeet.models.process_group import listen
 from lorakeet.server.engine.process_client import describe_exit
 from lorakeet.server.engine.rank_messages import (
     STAGES,
     AdapterRead,
+    Alive,
     Failed,
     Launch,
     Order,
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 _LACKS: dict[Stage, str] = {
     "starting": "has not started",
     "started": "has not joined the others",
-    "joined": "has not made its part of the model ready",
+    "joined": "has not loaded its part of the model",
+    "loaded": "has not made its part of the model ready",
 }
 
 
@@ -49,19 +52,18 @@ class _Follower:
     rank: int
     process: "subprocess.Popen[bytes]"
     connection: "Connection[bytes, bytes]"
-    stage: Stage = "starting"
     failure: str | None = None  # in its own words
 
 
 class Followers:
     """The processes of ranks 1 and up, which end with this one.
 
-    When one of them ends, or is not ready in time, the rest are killed, and `on_death` is called
-    with the reason, once and in a thread of its own.
+    When one of them ends, is not ready in time or gives no sign any more, all are killed, and
+    `on_death` is called with the reason, once and in a thread of its own.
     """
 
     def __init__(self, settings: Settings, model: Path, on_death: Callable[[str], None]) -> None:
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.listener = listen()
         self._on_death = on_death
         self._encoder = msgspec.msgpack.Encoder()
         self._sending = threading.Lock()  # all ranks get orders in the same order
@@ -70,15 +72,25 @@ class Followers:
         self._ready = threading.Event()
         self._reads: dict[tuple[AdapterId, int], Future[str]] = {}  # digests, by id and rank
         self._filled: SimpleQueue[SlotsFilled] = SimpleQueue()
-        self._start_timeout = settings.start_timeout
+        self._start_timeout, self._step_timeout = settings.start_timeout, settings.step_timeout
+        self._stages: list[Stage] = ["starting"] * settings.tensor_parallel_size  # by rank
+        self.reach("started")
         ranks = range(1, settings.tensor_parallel_size)
-        self._followers = [_spawn(settings, model, self.address, rank) for rank in ranks]
+        address = "{}:{}".format(*self.listener.getsockname())
+        self._followers = [_spawn(settings, model, address, rank) for rank in ranks]
         for follower in self._followers:
             threading.Thread(target=self._listen, args=(follower,), daemon=True).start()
         threading.Thread(target=self._watch_start, daemon=True).start()
 
+    def reach(self, stage: Stage, rank: int = 0) -> None:
+        """A rank's start has come so far; rank 0 tells it of itself, and must reach all stages."""
+        self._stages[rank] = stage
+        if all(stage == "ready" for stage in self._stages):
+            self._ready.set()
+
     def wait_ready(self) -> None:
-        """Return once all ranks are; if one never is, `on_death` is called."""
+        """Rank 0 is; return once all are. If one never is, `on_death` is called."""
+        self.reach("ready")
         self._ready.wait()
 
     def send(self, order: Order) -> None:
@@ -157,22 +169,29 @@ class Followers:
     # --- threads ---
 
     def _listen(self, follower: _Follower) -> None:
-        """Take in one rank's reports, to its end."""
-        decoder = msgspec.msgpack.Decoder(Report)
+        """Take in one rank's reports, to its end or until there are none for too long."""
+        decoder, connection = msgspec.msgpack.Decoder(Report), follower.connection
         try:
-            while True:
-                self._receive(follower, decoder.decode(follower.connection.recv_bytes()))
+            while connection.poll(self._limit(follower)):
+                self._receive(follower, decoder.decode(connection.recv_bytes()))
+            self._die(
+                f"rank {follower.rank} has given no sign for {self._step_timeout:g} seconds"
+                " (step_timeout): it hangs, or waits for a rank that does"
+            )
         except (EOFError, OSError):
-            code = follower.process.wait()
-        reason = follower.failure or describe_exit("process", code)
-        self._die(f"rank {follower.rank}: {reason}")
+            reason = follower.failure or describe_exit("process", follower.process.wait())
+            self._die(f"rank {follower.rank}: {reason}")
+
+    def _limit(self, follower: _Follower) -> float | None:
+        """Seconds in which it must report; its start has another limit, of all together."""
+        return self._step_timeout if self._stages[follower.rank] == "ready" else None
 
     def _receive(self, follower: _Follower, report: Report) -> None:
         match report:
             case Progress():
-                follower.stage = report.stage
-                if all(other.stage == "ready" for other in self._followers):
-                    self._ready.set()
+                self.reach(report.stage, follower.rank)
+            case Alive():
+                pass
             case AdapterRead():
                 future = self._reads.pop((AdapterId(report.adapter_id), follower.rank), None)
                 if future is None:
@@ -189,8 +208,8 @@ class Followers:
     def _watch_start(self) -> None:
         if self._ready.wait(self._start_timeout):
             return
-        last = min((follower.stage for follower in self._followers), key=STAGES.index)
-        ranks = [str(follower.rank) for follower in self._followers if follower.stage == last]
+        last = min(self._stages, key=STAGES.index)
+        ranks = [str(rank) for rank, stage in enumerate(self._stages) if stage == last]
         self._die(
             f"rank {', '.join(ranks)} {_LACKS[last]} after {self._start_timeout:g} seconds"
             " (start_timeout)"
@@ -253,9 +272,3 @@ def _spawn(settings: Settings, model: Path, address: str, rank: int) -> _Followe
     process.stdin.write(settings.model_dump_json().encode() + b"\n")
     process.stdin.flush()
     return _Follower(rank, process, Connection(ours.detach()))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

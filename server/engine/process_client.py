@@ -16,6 +16,7 @@ from lorakeet.server.engine.client import EngineBase, EngineDeadError
 from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
 
 SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
+START_MARGIN = 30.0  # seconds: an engine of several ranks can tell itself which is late
 
 
 class EngineProcess(EngineBase):
@@ -110,19 +111,24 @@ class EngineProcess(EngineBase):
         self._die(describe_exit("engine process", code))
 
     async def _read_events(self, process: asyncio.subprocess.Process) -> None:
-        """An engine that has started reports several times a second, between its steps."""
-        limit = self.settings.step_timeout
+        """The first tells that the engine is ready; then it reports several times a second,
+        between its steps."""
+        settings = self.settings
+        limit = settings.start_timeout + START_MARGIN
+        reason = f"the engine is not ready after {settings.start_timeout:g} seconds (start_timeout)"
         while True:
             try:
-                async with asyncio.timeout(limit if self._ready.is_set() else None):
+                async with asyncio.timeout(limit):
                     event = await self._events.recv()
             except TimeoutError:
                 if not await self._events.poll(timeout=0):  # else it was this process that slept
-                    self._die(f"the engine has given no sign for {limit:g} seconds (step_timeout)")
+                    self._die(reason)
                     process.kill()
                     return
             else:
                 self._receive(self._decoder.decode(event))
+                limit = settings.step_timeout
+                reason = f"the engine has given no sign for {limit:g} seconds (step_timeout)"
 
 
 def describe_exit(process: str, code: int) -> str:

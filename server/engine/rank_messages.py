@@ -10,7 +10,7 @@ import msgspec
 from lorakeet.lora.adapter import Slot
 from lorakeet.server.engine.step import Step
 
-Stage = Literal["starting", "started", "joined", "ready"]
+Stage = Literal["starting", "started", "joined", "loaded", "ready"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
@@ -42,6 +42,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     stage: Stage
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Several times a second, between its steps, from a rank that is ready."""
+
+
 class AdapterRead(msgspec.Struct, frozen=True, tag="adapter"):
     adapter_id: int
     digest: str | None  # None: it could not be read, for this reason
@@ -61,4 +65,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Report = Progress | AdapterRead | SlotsFilled | Failed
+Report = Progress | Alive | AdapterRead | SlotsFilled | Failed

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from lorakeet.configs.settings import Settings, SettingsError
@@ -84,8 +85,9 @@ def _make_runner(settings: Settings, model_folder: Path, followers: Followers | 
     if followers is None:
         return Runner(settings, model_folder)
     size, timeout = settings.tensor_parallel_size, settings.start_timeout + settings.step_timeout
-    group = join(0, size, followers.address, choose_device(settings, 0), timeout)
-    runner = Runner(settings, model_folder, group, followers)
+    group = join(0, size, followers.listener, choose_device(settings, 0), timeout)
+    followers.reach("joined")
+    runner = Runner(settings, model_folder, group, followers, partial(followers.reach, "loaded"))
     followers.wait_ready()
     return runner
 

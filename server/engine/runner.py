@@ -73,10 +73,11 @@ class Runner:
         folder: Path,
         group: ProcessGroup = ALONE,
         replicas: Replicas | None = None,
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """`folder` holds the model's files. All ranks of `group` make a runner, and then launch
         the same steps; rank 0 alone samples and has results. `replicas`: the other ranks' host
-        stores, for rank 0's.
+        stores, for rank 0's. `on_loaded` is called before other ranks are waited for.
 
         Raises SettingsError for what there is no room for, UnsupportedModelError and WeightsError.
         """
@@ -86,6 +87,7 @@ class Runner:
         self.model = load_model(
             folder, self.device, settings.dtype, settings.load_format, group=group
         )
+        on_loaded()
         self.config = self.model.config
         self.dtype = self.model.dtype
         memory.check_model_len(settings, self.config)

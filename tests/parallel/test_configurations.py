@@ -55,3 +55,24 @@ def test_the_command_prints_it(memory: Any, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "each of 8 ranks" in printed
     assert "16.4" in printed  # GiB of weights
+
+
+def test_settings_that_say_too_little(memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["memory.py", str(CONFIGS / "demo.yaml")])
+        with pytest.raises(SystemExit, match="1"):
+            memory.main()
+    assert "demo.yaml: only for settings that name a model and lora_memory" in (
+        capsys.readouterr().err
+    )
+
+
+def test_what_the_files_say_of_memory(memory: Any) -> None:
+    loaded = settings.load(CONFIGS / "llama-3.1-8b.yaml")
+    adapters = memory.rank_memory(loaded, 0, GPU, 6 * GiB).rows // 16
+    assert (
+        f"a pool for {adapters} adapters of rank 16" in (CONFIGS / "llama-3.1-8b.yaml").read_text()
+    )
+    loaded = settings.load(CONFIGS / "llama-3.1-70b-tp4.yaml")
+    weights = memory.rank_memory(loaded, 0, GPU, 6 * GiB).weights / GiB
+    assert f"{weights:.0f} GiB of each are" in (CONFIGS / "llama-3.1-70b-tp4.yaml").read_text()

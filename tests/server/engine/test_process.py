@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from lorakeet.lora.adapter import AdapterError
+from lorakeet.server.engine import process_client
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.process_client import EngineProcess
@@ -120,6 +121,24 @@ def test_an_engine_that_hangs_is_taken_for_dead(model: Path) -> None:
             assert len(deaths) == 1
             assert not engine.healthy
             process.wait(timeout=10)
+
+    run(test)
+
+
+def test_an_engine_that_hangs_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_client, "START_MARGIN", 0.0)
+
+    async def test() -> None:
+        engine = EngineProcess(cpu_settings(model, start_timeout=1.5))
+        start = asyncio.create_task(engine.start(model))
+        while engine._process is None:
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGSTOP)
+        late = r"the engine is not ready after 1\.5 seconds \(start_timeout\)"
+        with pytest.raises(EngineDeadError, match=late):
+            await start
+        assert not psutil.pid_exists(engine.pid)
+        assert not folder_of(engine).exists()
 
     run(test)
 

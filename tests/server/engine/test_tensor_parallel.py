@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import msgspec
@@ -22,11 +24,12 @@ from lorakeet.lora.host_store import HostStore
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
 from lorakeet.models.process_group import ProcessGroup
+from lorakeet.server.engine import leader, process_client
 from lorakeet.server.engine.client import EngineDeadError
 from lorakeet.server.engine.leader import LeadingRunner
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.process_client import EngineProcess
-from lorakeet.server.engine.rank_messages import Launch, SlotsFilled
+from lorakeet.server.engine.rank_messages import Launch, Progress, SlotsFilled, Stage
 from lorakeet.server.engine.step import (
     BlockId,
     ScheduledSequence,
@@ -147,6 +150,39 @@ def test_ranks_answer_as_one(model: Path, adapters: list[Path], size: int) -> No
     run(test)
 
 
+def test_an_alora_on_two_ranks(model: Path, tmp_path: Path) -> None:
+    """Before its invocation it is the base model. One rank is compared with PEFT elsewhere."""
+    alora = make_adapter(tmp_path / "alora", model, seed=5, alora_invocation_tokens=PROMPT[2:])
+    elsewhere = make_adapter(tmp_path / "other", model, seed=5, alora_invocation_tokens=[50])
+
+    async def scores(size: int) -> list[list[float]]:
+        async with engine_of(model, size) if size > 1 else alone(model) as engine:
+            await engine.load_adapter(1, str(alora))
+            await engine.load_adapter(2, str(elsewhere))
+            asked = [request(f"{i}", i, logprobs=1, prompt_logprobs=1) for i in range(3)]
+            results = await asyncio.gather(*(collect(engine, each) for each in asked))
+        return [
+            [
+                score.logprob
+                for score in [*(found.prompt_logprobs or [])[1:], *found.logprobs]
+                if score
+            ]
+            for found in results
+        ]
+
+    async def test() -> None:
+        one, two = await scores(1), await scores(2)
+        for got, want in zip(two, one, strict=True):
+            assert got == pytest.approx(want, abs=1e-3)
+        base, activated, inactive = two
+        assert len(base) == len(PROMPT) - 1 + 6
+        assert inactive == pytest.approx(base, abs=1e-3)  # its invocation is nowhere
+        assert activated[:2] == pytest.approx(base[:2], abs=1e-3)
+        assert activated[2:] != pytest.approx(base[2:], abs=1e-2)
+
+    run(test)
+
+
 @asynccontextmanager
 async def alone(model: Path) -> AsyncIterator[EngineProcess]:
     engine = EngineProcess(cpu_settings(model))
@@ -220,6 +256,36 @@ def test_a_rank_that_hangs(model: Path) -> None:
     run(test)
 
 
+def test_a_rank_that_hangs_while_nothing_runs(model: Path, adapters: list[Path]) -> None:
+    """Who waits for it is told: the read of an adapter is done by all ranks."""
+
+    async def test() -> None:
+        async with engine_of(model, step_timeout=3.0) as engine:
+            await asyncio.sleep(4)  # an idle one does give signs
+            await engine.load_adapter(1, str(adapters[0]))
+            followers(engine)[0].suspend()
+            with pytest.raises(EngineDeadError, match="rank 1 has given no sign for 3 seconds"):
+                await engine.load_adapter(2, str(adapters[1]))
+            assert not engine.healthy
+
+    run(test)
+
+
+def test_ranks_listen_on_this_host_alone(model: Path) -> None:
+    """Nothing asks who comes."""
+
+    async def test() -> None:
+        async with engine_of(model) as engine:
+            processes = [psutil.Process(engine.pid), *followers(engine)]
+            found = [
+                c for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"
+            ]
+            assert found
+            assert {connection.laddr.ip for connection in found} == {"127.0.0.1"}
+
+    run(test)
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_killed_rank_0_takes_the_others_along(model: Path, hangs: bool) -> None:
     async def test() -> None:
@@ -272,6 +338,52 @@ def test_a_rank_that_never_starts(model: Path) -> None:
         assert not any(process.is_running() for process in found)
 
     run(test)
+
+
+def test_a_rank_0_that_hangs_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_client, "START_MARGIN", 0.0)
+
+    async def test() -> None:
+        engine = EngineProcess(cpu_settings(model, tensor_parallel_size=2, start_timeout=15.0))
+        start = asyncio.create_task(engine.start(model))
+        while engine._process is None or not (found := followers(engine)):
+            await asyncio.sleep(0.01)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="the engine is not ready after 15 seconds"):
+            await start
+        psutil.wait_procs(found, timeout=10)
+        assert not any(process.is_running() for process in found)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "named"),
+    [
+        ("started", "starting", "rank 1 has not started"),
+        ("started", "started", "rank 0, 1 has not joined the others"),
+        ("joined", "loaded", "rank 0 has not loaded its part of the model"),
+        ("loaded", "ready", "rank 0 has not made its part of the model ready"),
+        ("ready", "loaded", "rank 1 has not made its part of the model ready"),
+    ],
+)
+def test_who_is_late_at_start_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, own: Stage, other: Stage, named: str
+) -> None:
+    ours, theirs = Pipe()
+
+    def spawn(settings: Any, model: Path, address: str, rank: int) -> leader._Follower:
+        return leader._Follower(rank, subprocess.Popen(["sleep", "60"]), cast(Any, ours))
+
+    monkeypatch.setattr(leader, "_spawn", spawn)
+    died: SimpleQueue[str] = SimpleQueue()
+    settings = cpu_settings(model, tensor_parallel_size=2, start_timeout=1.0)
+    group = leader.Followers(settings, model, died.put)
+    group.reach(own)
+    theirs.send_bytes(msgspec.msgpack.encode(Progress(other)))
+    assert died.get(timeout=20) == f"{named} after 1 seconds (start_timeout)"
+    group.close()
+    group.listener.close()
 
 
 def test_a_size_that_cannot_be(model: Path) -> None:
