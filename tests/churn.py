@@ -43,7 +43,7 @@ FAULTS = {  # of loads, with the status of their answers
 }
 DELAYS = ("slow", "slow disk")
 NOT_SAVED = 507  # but in effect
-NO_STATE = {"adapters": {}, "hidden": [], "aliases": {}}
+NO_STATE: dict[str, Any] = {"adapters": {}, "hidden": [], "aliases": {}}
 PROMPTS = ([5, 9, 30, 31, 17], list(range(20, 60)), list(range(100, 230)))
 LIMITS = (
     "--device cpu --served-model-name base --max-num-seqs 6 --max-loras 2 --max-lora-rank 4"
