@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil  # type: ignore[import-untyped]
 
+from lorakeet.server.adapter_state import FILE_NAME
 from lorakeet.server.metrics import OTHER
 from support.adapters import make_adapter
 from support.models import tiny_model
@@ -34,7 +35,15 @@ from support.servers import GREEDY, ServerProcess, wait_until
 NUM_CONTENTS = 6
 NUM_NAMES = 8
 NUM_WORKERS = 6
-FAULTS = ("memory", "crash", "missing", "truncated", "garbage", "rank")
+FAULTS = {  # of loads, with the status of their answers
+    **dict.fromkeys(("missing", "truncated", "garbage", "rank", "tokenizer"), 400),  # of files
+    **dict.fromkeys(("memory", "crash", "bad disk", "cut"), 400),
+    **dict.fromkeys(("memory for file", "memory for block", "memory for copy"), 400),
+    "memory for tokenizer": 500,
+}
+DELAYS = ("slow", "slow disk")
+NOT_SAVED = 507  # but in effect
+NO_STATE: dict[str, Any] = {"adapters": {}, "hidden": [], "aliases": {}}
 PROMPTS = ([5, 9, 30, 31, 17], list(range(20, 60)), list(range(100, 230)))
 LIMITS = (
     "--device cpu --served-model-name base --max-num-seqs 6 --max-loras 2 --max-lora-rank 4"
@@ -92,14 +101,18 @@ class Churn:
             make_adapter(self.root / "good" / str(i), self.model, seed=i, r=1 + i % 4)
             for i in range(NUM_CONTENTS)
         ]
-        self.slow = Path(shutil.copytree(self.good[0], self.root / "good" / "slow"))
-        (self.slow / "fault").write_text("slow")
+        self.slow = [self._with_fault(self.root / "good" / delay, delay) for delay in DELAYS]
         self.uncopied = make_adapter(self.root / "good" / "copy", self.model, seed=99, r=4)
         self.broken = {fault: self._break(fault) for fault in FAULTS}
         self.names = {f"n{i}": Name() for i in range(NUM_NAMES)}
 
+    def _with_fault(self, folder: Path, fault: str) -> Path:
+        shutil.copytree(self.good[0], folder)
+        (folder / "fault").write_text(fault)
+        return folder
+
     def _break(self, fault: str) -> Path:
-        folder = Path(shutil.copytree(self.good[1], self.root / "bad" / fault))
+        folder = self._with_fault(self.root / "bad" / fault, fault)
         weights = folder / "adapter_model.safetensors"
         match fault:
             case "missing":
@@ -110,8 +123,9 @@ class Churn:
                 (folder / "adapter_config.json").write_text("{")
             case "rank":
                 make_adapter(folder, self.model, r=5)
-            case _:
-                (folder / "fault").write_text(fault)
+            case "tokenizer":
+                data = (self.model / "tokenizer.json").read_bytes()
+                (folder / "tokenizer.json").write_bytes(data[:-1])
         return folder
 
     def __enter__(self) -> "Churn":
@@ -129,6 +143,7 @@ class Churn:
         self.process = psutil.Process(self.server.process.pid)
         self.texts = dict(self._learn())
         (self.uncopied / "fault").write_text("copy")
+        (self.folder / "state" / "fault").write_text("full")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -221,34 +236,35 @@ class Churn:
     def _alias(self, dice: random.Random, client: httpx.Client) -> None:
         target = {"adapter": dice.choice([*self.names])}
         body = {"alias": "alias", "targets": [target, {"adapter": "base"}]}
-        self._count("alias", client.post("/v1/aliases", json=body), 200, 404)
+        self._count("alias", client.post("/v1/aliases", json=body), 200, 404, NOT_SAVED)
         request = {"model": "alias", "prompt": PROMPTS[0], **GREEDY}
         response = client.post("/v1/completions", json=request)
         self._count("request of an alias", response, 200, 400, 404, 500)
-        self._count("alias gone", client.delete("/v1/aliases/alias"), 200, 404)
+        response = client.delete("/v1/aliases/alias")
+        self._count("alias gone", response, 200, 404, NOT_SAVED)
 
     # --- changes ---
 
     def _load(self, dice: random.Random, client: httpx.Client, name: str, meaning: Name) -> None:
-        content = dice.randrange(NUM_CONTENTS + 2)
         kinds: list[tuple[Path, Outcomes, str]] = [
             (path, frozenset([i]), "good") for i, path in enumerate(self.good)
         ]
-        kinds += [(self.slow, frozenset([0]), "slow")]
+        kinds += [(path, frozenset([0]), path.name) for path in self.slow]
         kinds += [(self.uncopied, frozenset((NUM_CONTENTS, None)), "no copy")]
-        path, outcomes, kind = kinds[content]
+        path, outcomes, kind = dice.choice(kinds)
         options = {"load_inplace": dice.random() < 0.7, "pinned": dice.random() < 0.1}
 
         def work() -> Outcomes | None:
             response = _load(client, name, path, **options)
-            return outcomes if self._count(f"load {kind}", response, 200, 400) == 200 else None
+            status = self._count(f"load {kind}", response, 200, 400, NOT_SAVED)
+            return None if status == 400 else outcomes
 
         meaning.change(outcomes, work)
 
     def _fail(self, dice: random.Random, client: httpx.Client, name: str, _: Name) -> None:
-        fault = dice.choice(FAULTS)
+        fault, status = dice.choice([*FAULTS.items()])
         response = _load(client, name, self.broken[fault], load_inplace=True)
-        self._count(f"load with fault {fault}", response, 400)
+        self._count(f"load with fault {fault}", response, status)
 
     def _upload(self, dice: random.Random, client: httpx.Client, name: str, meaning: Name) -> None:
         content = dice.randrange(NUM_CONTENTS)
@@ -261,15 +277,19 @@ class Churn:
             fields = {"name": name, "load_inplace": "true"}
             files = [("files", one) for one in data]
             response = client.post("/v1/adapters", data=fields, files=files)
-            self._count("upload, cut" if is_cut else "upload", response, 400 if is_cut else 200)
-            return None if is_cut else frozenset([content])
+            if is_cut:
+                self._count("upload, cut", response, 400)
+                return None
+            self._count("upload", response, 200, NOT_SAVED)
+            return frozenset([content])
 
         meaning.change(frozenset([content]), work)
 
     def _unload(self, _: random.Random, client: httpx.Client, name: str, meaning: Name) -> None:
         def work() -> Outcomes | None:
             response = client.delete(f"/v1/adapters/{name}")
-            return None if self._count("unload", response, 200, 404, 409) == 409 else ABSENT
+            status = self._count("unload", response, 200, 404, 409, NOT_SAVED)
+            return None if status == 409 else ABSENT
 
         meaning.change(ABSENT, work)
 
@@ -281,7 +301,8 @@ class Churn:
         outcomes: Outcomes = frozenset((content, None))
 
         def work() -> Outcomes:
-            self._count("load", _load(client, name, folder, load_inplace=True), 200)
+            response = _load(client, name, folder, load_inplace=True)
+            self._count("load", response, 200, NOT_SAVED)
             if dice.random() < 0.5:
                 shutil.copytree(self.good[other], folder, dirs_exist_ok=True)
             else:
@@ -295,7 +316,7 @@ class Churn:
     def _quiet(self) -> Sizes:
         server = self.server
         for name, meaning in self.names.items():
-            assert server.unload(name).status_code in (200, 404)
+            assert server.unload(name).status_code in (200, 404, NOT_SAVED)
             meaning.spans = [(time.monotonic(), FOREVER, ABSENT)]
         server.wait_idle()
         wait_until(lambda: server.metric("lorakeet:lora_rows_used") == 0, "empty pool")
@@ -303,6 +324,8 @@ class Churn:
         assert server.http.get("/v1/adapters").json()["data"] == []
         uploads = self.folder / "uploads"
         wait_until(lambda: not any(path.is_dir() for path in uploads.iterdir()), "no uploads")
+        state = self.folder / "state" / FILE_NAME
+        wait_until(lambda: json.loads(state.read_bytes()) == NO_STATE, "empty state")
         for folder in (self.root / "good").glob("tmp*"):
             shutil.rmtree(folder)
         lines = server.http.get("/metrics").text.splitlines()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from churn import FAULTS, Churn, check
+from churn import FAULTS, NOT_SAVED, Churn, check
 
 
 @pytest.mark.timeout(150)
@@ -15,4 +15,5 @@ def test_churn(tmp_path: Path) -> None:
     check(sizes, max_growth=64 * 2**20)
     kinds = {outcome.partition(":")[0] for outcome in churn.outcomes}
     assert kinds >= {f"load with fault {fault}" for fault in FAULTS} | {"upload", "unload"}
+    assert churn.outcomes[f"unload: {NOT_SAVED}"] > 0
     assert churn.outcomes["request: 200"] > 20

@@ -7,15 +7,17 @@ small token budget: prompts are computed in chunks, adapters wait and come and g
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.lora.specs import group_specs
@@ -23,16 +25,34 @@ from lorakeet.models.config import load_config
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import AddRequest, EngineStats, SamplingParams
+from lorakeet.server.engine.step import Step, StepResult
 from lorakeet.server.tokens import Tokenizer
 from support.adapter_kinds import AdapterCase, adapters_of_every_kind
-from support.engines import Collected, cpu_settings, report
+from support.adapters import alora_logprobs, make_adapter, peft_logprobs
+from support.blends import logprobs, summed_model
+from support.engines import Collected, StepEngine, cpu_settings, report
 from support.models import KINDS, TOKENIZER_SIZE, VOCAB_SIZE, tiny_model
-from support.parity import ONLY_TEXT, agrees, check, collected
+from support.parity import ONLY_TEXT, TOLERANCE, agrees, check, check_scores, collected
 from support.servers import serve
+from support.vocabularies import KINDS as VOCABULARIES
+from support.vocabularies import SHRUNK, make_vocabulary_adapter, vocabulary_logprobs
 
 NUM_TOKENS = 32
 BLOCK_SIZE = 4
 NUM_TOP = 3
+INVOCATION = [5, 6]  # of aLoRAs
+BLENDS: list[dict[str, float]] = [
+    {"all_linear": 0.7, "everything": -0.4},
+    {"rslora": 0.5, "patterns": -0.6, "fused": 0.3, "q": 1.2},
+    {"embed_tokens": 1.5, "lm_head": -0.8, "bias_lora_only": 0.6},
+    {"float16": -0.9},
+]
+ALORAS: dict[str, dict[str, Any]] = {
+    "alora": {"r": 6},
+    "alora_bias": {"r": 3, "lora_bias": True, "target_modules": ["q_proj", "lm_head"]},
+}
+# a prompt for all; its last tokens are some that vocabularies train
+COMMON = [*range(20, 27), *INVOCATION, *range(60, 69), 3, 7, 250]
 
 
 @dataclass(frozen=True)
@@ -240,3 +260,61 @@ def test_two_places_small_cache_and_clients_that_go(tmp_path: Path) -> None:
 
     for tenant, prompt, result in asyncio.run(serve_all()):
         check(model, tenant.oracle, prompt, result)
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    oracle: Callable[[list[int]], Tensor]  # token ids → log-probabilities (len, vocab)
+    who: dict[str, Any]  # as `StepEngine.add` has it
+
+
+def everyone(root: Path, model: Path, engine: StepEngine) -> Iterator[Asked]:
+    """The base, adapters of every kind, also with own vocabularies, aLoRAs, blends."""
+    yield Asked(COMMON, partial(peft_logprobs, model, None), {})
+    ids: dict[str, tuple[Path, int]] = {}
+    for case in adapters_of_every_kind(root, model):
+        ids[case.name] = case.oracle, engine.load(case.folder)
+        oracle = partial(peft_logprobs, model, case.oracle)
+        yield Asked(COMMON, oracle, {"adapter_id": ids[case.name][1]})
+    for seed, (name, kind) in enumerate(VOCABULARIES.items()):
+        folder = make_vocabulary_adapter(root / f"own {name}", model, kind, seed=seed)
+        prompt = [*COMMON, *range(kind.size - 4, kind.size)]
+        oracle = partial(vocabulary_logprobs, model, folder, kind)
+        yield Asked(prompt, oracle, {"adapter_id": engine.load(folder)})
+    for name, config in ALORAS.items():
+        folder = make_adapter(root / name, model, alora_invocation_tokens=INVOCATION, **config)
+        oracle = partial(alora_logprobs, model, folder, INVOCATION, COMMON)
+        yield Asked(COMMON, oracle, {"adapter_id": engine.load(folder)})
+    for blend in BLENDS:
+        parts = [(ids[name][0], weight) for name, weight in blend.items()]
+        oracle = partial(logprobs, summed_model(model, parts))
+        weights = tuple((ids[name][1], weight) for name, weight in blend.items())
+        yield Asked(COMMON, oracle, {"blend": weights})
+
+
+def test_everyone_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here there are places for all."""
+    model = tiny_model(tmp_path / "model", "qwen2")
+    engine = StepEngine(model, max_num_seqs=64, max_num_batched_tokens=96, max_loras=64)
+    asked = list(everyone(tmp_path, model, engine))
+    scored: dict[str, Any] = {"logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}
+    for number, one in enumerate(asked):
+        engine.add(str(number), one.prompt, max_tokens=NUM_TOKENS, **one.who, **scored)
+    sizes, launch = list[int](), engine.runner.launch
+
+    def count(step: Step) -> Callable[[], StepResult]:
+        sizes.append(len(step.sequences))
+        return launch(step)
+
+    monkeypatch.setattr(engine.runner, "launch", count)
+    results = engine.run()
+    assert max(sizes) == len(asked)
+    base = peft_logprobs(model, None, COMMON)[-1, :SHRUNK]
+    for number, one in enumerate(asked):
+        result = results[str(number)]
+        scores = one.oracle(one.prompt + result.token_ids)
+        check_scores(scores, one.prompt, result)
+        if one.who:  # the control: the base model would not pass
+            own = scores[len(COMMON) - 1, :SHRUNK]
+            assert (base - own).abs().max() > 50 * TOLERANCE

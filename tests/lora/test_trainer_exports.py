@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.corda import preprocess_corda
 from safetensors.torch import save_file
 
 from lorakeet.lora.adapter import AdapterError
 from support.adapters import base_model, edit_config, edit_tensors, make_adapter, tensors_of
 from support.deltas import Tensors, assert_equals_peft, base_weights, deltas, read, renamed
-from support.models import tiny_model
+from support.models import VOCAB_SIZE, tiny_model
 
 PREFIX = "base_model.model."
 
@@ -224,7 +225,7 @@ def test_copies_alone_are_no_adapter(folder: Path, model: Path) -> None:
 # --- start values that change the base ---
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda"])
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_converted_by_peft_or_refused(
     tmp_path: Path, model: Path, init: str, use_rslora: bool
@@ -238,7 +239,11 @@ def test_converted_by_peft_or_refused(
         use_rslora=use_rslora,
         task_type="CAUSAL_LM",
     )
-    trained = get_peft_model(copy.deepcopy(base_model(model)), config)
+    base = copy.deepcopy(base_model(model))
+    if init == "corda":
+        text = torch.arange(VOCAB_SIZE)[None]
+        preprocess_corda(base, config, run_model=lambda: base(text))
+    trained = get_peft_model(base, config)
     trained.peft_config["default"].init_lora_weights = True
     trained.save_pretrained(str(tmp_path / "start"))
     trained.peft_config["default"].init_lora_weights = init

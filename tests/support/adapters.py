@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+
+from lorakeet.server.engine.adapter_entry import last_occurrence
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -75,6 +78,25 @@ def peft_logprobs(model_folder: Path, adapter: Path | None, token_ids: list[int]
     with torch.inference_mode():
         logits = peft_model(model_folder, adapter)(torch.tensor([token_ids])).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)
+
+
+def alora_logprobs(
+    model_folder: Path,
+    adapter: Path,
+    invocation: list[int],
+    prompt: list[int],
+    token_ids: list[int],
+) -> Tensor:
+    """As `peft_logprobs`, of an aLoRA. As PEFT's `generate` has it, the prompt alone says where the
+    adapter starts."""
+    start = last_occurrence(prompt, invocation)
+    offsets = [None if start is None else len(token_ids) - start]
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        output = peft_model(model_folder, adapter)(
+            input_ids=torch.tensor([token_ids]), alora_offsets=offsets
+        )
+    return torch.log_softmax(output.logits[0].float(), dim=-1)
 
 
 def peft_greedy(

@@ -26,12 +26,26 @@ def check(
     result: Collected,
     vocab_size: int = VOCAB_SIZE,
 ) -> float:
-    """Assert that it has PEFT's greedy tokens below `vocab_size`, with PEFT's scores.
-
-    The prompt's scores are checked where there are any. Returns the largest difference.
-    """
+    """As `check_scores`, of one adapter by PEFT."""
     token_ids = prompt + result.token_ids
-    oracle = peft_logprobs(model, adapter, token_ids)[:-1]
+    oracle = peft_logprobs(model, adapter, token_ids)
+    worst = check_scores(oracle, prompt, result, vocab_size)
+    if adapter is not None:  # the control: the base model would not pass
+        base = peft_logprobs(model, None, token_ids)
+        assert (base - oracle)[:-1].abs().max() > 50 * TOLERANCE
+    return worst
+
+
+def check_scores(
+    oracle: Tensor, prompt: list[int], result: Collected, vocab_size: int | None = None
+) -> float:
+    """Assert that it has the oracle's greedy tokens below `vocab_size`, with the oracle's scores.
+
+    `oracle`: log-probabilities (len, vocab) for prompt and tokens. The prompt's scores are checked
+    where there are any. Returns the largest difference.
+    """
+    assert result.error is None
+    oracle = oracle[:-1]
     generated = oracle[len(prompt) - 1 :]
     chosen = generated[torch.arange(len(generated)), torch.tensor(result.token_ids)]
     likeliest = generated[:, :vocab_size].max(dim=-1).values
@@ -44,9 +58,6 @@ def check(
         assert scored == prompt[1:]
         worst = max(worst, _difference(oracle[: len(prompt) - 1], result.prompt_logprobs[1:]))
     assert worst < TOLERANCE
-    if adapter is not None:  # the control: the base model would not pass
-        base = peft_logprobs(model, None, token_ids)[:-1]
-        assert (base - oracle).abs().max() > 50 * TOLERANCE
     return worst
 
 

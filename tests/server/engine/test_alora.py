@@ -1,6 +1,5 @@
 """Activated LoRA: tokens before the invocation are the base model's. Against PEFT."""
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,20 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorakeet.lora.adapter import AdapterId
-from lorakeet.server.engine.adapter_entry import last_occurrence
-from support.adapters import base_model, edit_config, make_adapter
-from support.blends import logprobs
+from support.adapters import (
+    alora_logprobs,
+    edit_config,
+    make_adapter,
+    peft_logprobs,
+    peft_model,
+)
 from support.engines import Collected, StepEngine
 from support.models import VOCAB_SIZE, tiny_model
+from support.parity import TOLERANCE, check_scores
 
-TOLERANCE = 1e-3
 INVOCATION = [5, 6]
 OTHER = [9]
 
@@ -39,10 +42,6 @@ class Files:
             ),
             make_adapter(folder / "plain", self.model, seed=3, r=4),
         ]
-        self.oracles: list[nn.Module] = [base_model(self.model)]
-        for path in self.folders:
-            loaded = PeftModel.from_pretrained(copy.deepcopy(base_model(self.model)), path)
-            self.oracles.append(loaded.eval())
 
     def engine(self, **settings: Any) -> StepEngine:
         engine = StepEngine(self.model, **settings)
@@ -77,31 +76,16 @@ PROMPTS = {
 
 
 def scores_by_peft(files: Files, adapter: int, prompt: list[int], token_ids: list[int]) -> Tensor:
-    """(len, vocab). As PEFT's `generate` has it, the prompt alone says where the adapter starts."""
-    oracle = files.oracles[adapter]
-    if adapter not in (1, 2):
-        return logprobs(oracle, token_ids)
-    start = last_occurrence(prompt, INVOCATION if adapter == 1 else OTHER)
-    offsets = [None if start is None else len(token_ids) - start]
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        output = oracle(input_ids=torch.tensor([token_ids]), alora_offsets=offsets)
-    return torch.log_softmax(output.logits[0].float(), dim=-1)
+    """(len, vocab)."""
+    folder = None if adapter == 0 else files.folders[adapter - 1]
+    if folder is None or adapter == 3:
+        return peft_logprobs(files.model, folder, token_ids)
+    invocation = INVOCATION if adapter == 1 else OTHER
+    return alora_logprobs(files.model, folder, invocation, prompt, token_ids)
 
 
 def check(files: Files, adapter: int, prompt: list[int], result: Collected) -> None:
-    assert result.error is None
-    token_ids = prompt + result.token_ids
-    expected = scores_by_peft(files, adapter, prompt, token_ids)
-    scores = [*(result.prompt_logprobs or [])[1:], *result.logprobs]
-    first = len(token_ids) - len(scores)
-    for position, score in enumerate(scores, start=first):
-        assert score is not None
-        row = expected[position - 1]
-        assert score.token_id == token_ids[position]
-        assert score.logprob == pytest.approx(float(row[score.token_id]), abs=TOLERANCE)
-        if position >= len(prompt):
-            assert score.logprob == pytest.approx(float(row.max()), abs=TOLERANCE)
+    check_scores(scores_by_peft(files, adapter, prompt, prompt + result.token_ids), prompt, result)
 
 
 @pytest.mark.parametrize("capture", [False, True])
@@ -135,7 +119,7 @@ def test_pefts_generate_gives_the_same_tokens(files: Files, name: str) -> None:
     engine = files.engine()
     prompt = PROMPTS[name]
     engine.add("r", prompt, 1, max_tokens=8)
-    oracle = files.oracles[1]
+    oracle = peft_model(files.model, files.folders[0])
     assert isinstance(oracle, PeftModel)
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

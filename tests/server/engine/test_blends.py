@@ -14,8 +14,7 @@ from support.blends import combined_model, logprobs, summed_model
 from support.copies import CopyThreads
 from support.engines import Collected, StepEngine, prompt_of
 from support.models import tiny_model
-
-TOLERANCE = 1e-3
+from support.parity import TOLERANCE, check_scores
 
 # by id as the tests load them, from 1 on
 _CONFIGS: list[dict[str, Any]] = [
@@ -74,19 +73,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def check(oracle: nn.Module, prompt: list[int], result: Collected) -> None:
-    """The oracle's likeliest tokens, with its scores, of the prompt too where there are any."""
-    assert result.error is None
-    token_ids = prompt + result.token_ids
-    expected = logprobs(oracle, token_ids)
-    scores = [*(result.prompt_logprobs or [])[1:], *result.logprobs]
-    first = len(token_ids) - len(scores)
-    assert [score.token_id for score in scores if score is not None] == token_ids[first:]
-    for position, score in enumerate(scores, start=first):
-        assert score is not None
-        row = expected[position - 1]
-        assert score.logprob == pytest.approx(float(row[score.token_id]), abs=TOLERANCE)
-        if position >= len(prompt):
-            assert score.logprob == pytest.approx(float(row.max()), abs=TOLERANCE)
+    check_scores(logprobs(oracle, prompt + result.token_ids), prompt, result)
 
 
 def test_the_oracle_is_pefts_cat_and_linear_is_another_thing(files: Files) -> None:

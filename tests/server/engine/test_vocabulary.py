@@ -17,7 +17,7 @@ from lorakeet.server.engine.inputs import StepArrays
 from support.adapters import make_adapter, peft_logprobs
 from support.engines import Collected, StepEngine
 from support.models import VOCAB_SIZE, tiny_model
-from support.parity import TOLERANCE, check
+from support.parity import check, check_scores
 from support.vocabularies import (
     ADDED,
     GROWN,
@@ -50,18 +50,9 @@ def check_vocabulary(
     model: Path, adapter: Path, kind: VocabularyKind, prompt: list[int], result: Collected
 ) -> None:
     """Assert PEFT's greedy tokens with PEFT's scores, those of the prompt too if there are any."""
-    oracle = vocabulary_logprobs(model, adapter, kind, prompt + result.token_ids)[:-1]
+    oracle = vocabulary_logprobs(model, adapter, kind, prompt + result.token_ids)
     assert oracle.shape[1] == kind.size
-    scores = list(result.logprobs)
-    rows = oracle[len(prompt) - 1 :]
-    for row, token in zip(rows, result.token_ids, strict=True):
-        assert row.max() - row[token] < TOLERANCE, "not the likeliest token"
-    if result.prompt_logprobs is not None:
-        scores = [one for one in result.prompt_logprobs if one is not None] + scores
-        rows = oracle
-    for row, one in zip(rows, scores, strict=True):
-        for token, logprob in [(one.token_id, one.logprob), *one.top]:
-            assert abs(float(row[token]) - logprob) < TOLERANCE
+    check_scores(oracle, prompt, result)
 
 
 @pytest.mark.parametrize("model_kind", ["llama", "llama_tied", "qwen2"])
