@@ -234,7 +234,9 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
     used = first_row + r < count
     first_rows = tl.load(rows + first_row + r).to(tl.int64)
     b_at = b + first_rows[:, None] * b_row_stride + n[None, :]
-    ahead = tl.load(b_at, mask=used[:, None] & in_slice[None, :])  # nothing waits for it yet
+    # Nothing waits for these before the end; `other` would. What they hold outside the slice is not
+    # stored.
+    ahead = tl.load(b_at, mask=used[:, None] & in_slice[None, :])
     own_first = tl.load(first + m, mask=in_batch, other=0)
     own_last = tl.load(last + m, mask=in_batch, other=0)
     owns = own_first < tl.minimum(own_last, count)

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-# How h meets the weights: rounded to bfloat16 with bfloat16 weights, as PEFT rounds it; in float32
-# with others. (float16 weights are exact in tf32, and h may be out of their range.)
+# How h meets the weights: rounded to bfloat16 with bfloat16 weights, as in PEFT where an adapter
+# has its model's dtype (autocast_adapter_dtype=False); kept in float32 with others. (float16
+# weights are exact in tf32, and h may be out of their range.)
 _PRECISION = {torch.float32: "ieee", torch.bfloat16: "ieee", torch.float16: "tf32"}
 
 

@@ -59,10 +59,11 @@ def decode_tiles(num_heads: int, key_size: int) -> DecodeTiles:
         return DecodeTiles(32, 4, 2, min_split=32, max_splits=64)
     if num_heads <= 128:
         return DecodeTiles(32, 4, 2, min_split=32, max_splits=8)
-    keys, warps, stages = (64, 2, 5) if num_heads <= 384 and key_size <= 256 else (64, 2, 2)
-    if num_heads > 1024:
-        keys, warps = 32, 4
-    return DecodeTiles(keys, warps, stages, min_split=512, max_splits=16)
+    if num_heads <= 384 and key_size <= 256:  # 72 KB of shared memory
+        return DecodeTiles(64, 2, 5, min_split=512, max_splits=16)
+    if num_heads <= 1024:
+        return DecodeTiles(64, 2, 2, min_split=512, max_splits=16)
+    return DecodeTiles(32, 4, 2, min_split=512, max_splits=16)
 
 
 @lru_cache

@@ -126,9 +126,9 @@ def join(
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     else:  # not an interface that others reach, which the host's name may stand for
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if rank == 0 and isinstance(address, str):
-        address = listen(address)
     try:
+        if rank == 0 and isinstance(address, str):
+            address = listen(address)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=_store(size, address, timeout),
@@ -137,7 +137,7 @@ def join(
             timeout=timedelta(seconds=timeout),
             device_id=device if is_cuda else None,
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ProcessGroupError(
             f"rank {rank} of {size} did not meet the others within {timeout:.0f} seconds: {error}"
         ) from error

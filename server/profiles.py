@@ -63,15 +63,15 @@ def read_profile(folder: Path, tokenizers: AdapterTokenizers) -> FolderProfile:
     """Raises TextConfigError for a file that is there and cannot be used."""
     text = read_text_config(folder)
     tokenizer_digest, tokenizer = tokenizers.load(folder)
-    said: dict[str, object] = {**vars(text), "defaults": _set(vars(text.defaults))}
+    said: dict[str, object] = {**vars(text), "defaults": _said(vars(text.defaults))}
     if tokenizer_digest is not None:
         said["tokenizer"] = tokenizer_digest.hex()
-    digest = hashlib.sha256(orjson.dumps(_set(said), option=orjson.OPT_SORT_KEYS)).hexdigest()
+    digest = hashlib.sha256(orjson.dumps(_said(said), option=orjson.OPT_SORT_KEYS)).hexdigest()
     return FolderProfile(text, tokenizer_digest, tokenizer, digest)
 
 
-def _set(fields: dict[str, object]) -> dict[str, object]:
-    """Without those that say nothing: a field of a later release leaves digests as they are."""
+def _said(fields: dict[str, object]) -> dict[str, object]:
+    """Without those that are None: so a field of a later release leaves digests as they are."""
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -23,7 +23,7 @@ _NUMBERS = {  # of generation_config.json: lowest and highest value, as in the A
 }
 _COUNTS = {"top_k": -1, "max_new_tokens": 1}  # the lowest
 _DEFAULTS = (*_NUMBERS, *_COUNTS, "do_sample")
-_NO_DEFAULTS = frozenset(  # what else may be there, and need not be followed
+_NOT_FOLLOWED = frozenset(  # what else may be there, and need not be followed
     "bos_token_id eos_token_id pad_token_id decoder_start_token_id use_cache cache_implementation"
     " transformers_version".split()
 )
@@ -48,6 +48,8 @@ class GenerationDefaults:
 
     def over(self, base: "GenerationDefaults") -> "GenerationDefaults":
         own = {name: value for name, value in vars(self).items() if value is not None}
+        if self.temperature is not None:  # it means to sample, whatever the base does
+            own.setdefault("do_sample", True)
         return replace(base, **own)
 
 
@@ -111,8 +113,8 @@ def _defaults(config: dict[str, Any]) -> GenerationDefaults:
 
 
 def _is_usable(name: str, value: object) -> bool:
-    if name == "do_sample" or isinstance(value, bool):
-        return name == "do_sample" and isinstance(value, bool)
+    if isinstance(value, bool) or name == "do_sample":
+        return isinstance(value, bool) and name == "do_sample"
     low, high = _NUMBERS.get(name) or (_COUNTS[name], 2**31)
     kinds = (int, float) if name in _NUMBERS else int
     return isinstance(value, kinds) and low <= value <= high
@@ -120,9 +122,9 @@ def _is_usable(name: str, value: object) -> bool:
 
 def _log_ignored(folder: Path, config: dict[str, Any]) -> None:
     ignored = [
-        name
+        repr(name[:40])
         for name, value in config.items()
-        if value is not None and name not in (*_DEFAULTS, *_NO_DEFAULTS) and name[:1] != "_"
+        if value is not None and name not in (*_DEFAULTS, *_NOT_FOLLOWED) and name[:1] != "_"
     ]
     if ignored:
         names = ", ".join(sorted(ignored))[:_MAX_NAMED]

@@ -89,10 +89,9 @@ class VersionReader:
         use = Use(wanted.path, wanted.pinned)
         try:
             own = await self._in_turn(read_profile, wanted.path, self._tokenizers)
+            if wanted.profile not in (None, own.digest) and await in_thread(wanted.path.is_dir):
+                raise TextConfigError(_PROFILE_CHANGED)  # else the engine says that it is missing
             loaded = await self._contents.acquire(number, use, wanted.digest)
-            if wanted.profile not in (None, own.digest):
-                self._contents.release(loaded.adapter_id, number)
-                raise TextConfigError(_PROFILE_CHANGED)
         except AdapterNotFoundError as error:
             raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
         except (AdapterError, TextConfigError) as error:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.slots import Room, SlotManager
@@ -18,6 +17,7 @@ from lorakeet.server.engine.messages import AdapterState
 
 BASE = AdapterId(0)
 Blend = tuple[tuple[int, float], ...]  # (adapter id, weight), as in AddRequest
+_MOST_ACCOUNTS = 4096  # of blends, which may be of any adapters
 
 
 class UnknownAdapterError(Exception):
@@ -31,7 +31,7 @@ class AdapterBook:
         self._slots = slots
         self.entries: dict[AdapterId, AdapterEntry] = {BASE: base_entry()}
         self._blends: dict[Blend, AdapterId] = {}
-        self._accounts = WeakValueDictionary[frozenset[AdapterId], Account]()  # of blends
+        self._accounts: dict[frozenset[AdapterId], Account] = {}  # of blends, last used last
         self._next_blend = -1
         self._unloading: set[AdapterId] = set()  # blends too: they go with their last request
 
@@ -134,6 +134,9 @@ class AdapterBook:
                     self._forget_blend(entry)
                 else:
                     gone.append(entry)
+        unloaded = {entry.adapter_id for entry in gone}
+        for components in [key for key in self._accounts if unloaded & key]:
+            del self._accounts[components]
         return gone
 
     def holds_root(self, root: bytes) -> bool:
@@ -161,7 +164,11 @@ class AdapterBook:
         if len(parts) == 1:
             return parts[0].account
         components = frozenset(part.adapter_id for part in parts)
-        return self._accounts.setdefault(components, Account())
+        account = self._accounts.pop(components, None) or Account()
+        self._accounts[components] = account
+        if len(self._accounts) > _MOST_ACCOUNTS:
+            del self._accounts[next(iter(self._accounts))]
+        return account
 
     def _known(self, adapter_id: AdapterId) -> AdapterEntry:
         entry = self.entries.get(adapter_id)

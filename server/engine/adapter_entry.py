@@ -12,7 +12,8 @@ from lorakeet.server.engine.blocks import BASE_CONTENT, Content
 
 @dataclass(eq=False)
 class Account:
-    """Of one adapter; blends of the same adapters share one, whatever their weights."""
+    """Of one adapter, and of what is blended of it alone; blends of the same adapters share one,
+    whatever their weights."""
 
     service: float = 0.0  # see fairness.py
     last_place: float = float("-inf")  # when it last got one

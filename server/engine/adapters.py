@@ -7,13 +7,13 @@ its *turn* is displaced, the one with the most service first. Its running sequen
 and it goes to the end of the queue. A turn is a `quantum` of time, and a token at least. (Without
 that token, adapters could take turns for ever, each at computing its prompt again.)
 
-Blends of the same adapters wait as one: since the last of them got a place.
+Blends of the same adapters wait for a place as one: since the last of them got one.
 
 Adapters that wait are copied to slots ahead of time, as far as nobody before them needs the room.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice, takewhile
 
 from lorakeet.lora.adapter import AdapterId, Slot
@@ -143,8 +143,8 @@ class AdapterPlaces:
         loads: list[SlotLoad] = []
         if not self._queue:
             return loads
-        overdue = set(self._overdue(now))
-        for entry in self._in_turn(now):
+        overdue = self._overdue(now)
+        for entry in self._in_turn(overdue):
             if len(self._places) == self._max_loras:
                 break
             if self._on_disk(entry):
@@ -194,19 +194,19 @@ class AdapterPlaces:
             return False
         return now - entry.started >= self._quantum
 
-    def _in_turn(self, now: float) -> list[AdapterEntry]:
+    def _in_turn(self, overdue: Mapping[AdapterEntry, None]) -> list[AdapterEntry]:
         """The queue in the order in which places are given."""
-        overdue = dict.fromkeys(self._overdue(now))  # a set in this order
         others = [entry for entry in self._queue.values() if entry not in overdue]
         return [*overdue, *sorted(others, key=_by_service)]
 
-    def _overdue(self, now: float) -> list[AdapterEntry]:
-        """Of those that wait for a place, in order of waiting."""
+    def _overdue(self, now: float) -> dict[AdapterEntry, None]:
+        """Of those that wait for a place: a set, in order of waiting."""
         latest = now - self._wait_limit
         firsts: dict[Account, AdapterEntry] = {}
         for entry in takewhile(lambda entry: entry.waiting_since < latest, self._queue.values()):
             firsts.setdefault(entry.account, entry)
-        return sorted((entry for entry in firsts.values() if _since(entry) < latest), key=_since)
+        overdue = [entry for entry in firsts.values() if _since(entry) < latest]
+        return dict.fromkeys(sorted(overdue, key=_since))
 
     def _choose_displaced(self, now: float) -> list[AdapterEntry]:
         """As few holders as make room for those that are overdue."""
@@ -250,7 +250,7 @@ class AdapterPlaces:
         """Loads for those that get a place next. What they need is not taken for one another."""
         loads: list[SlotLoad] = []
         held: list[AdapterId] = []
-        for entry in islice(self._in_turn(now), _FETCHED_AHEAD):
+        for entry in islice(self._in_turn(self._overdue(now)), _FETCHED_AHEAD):
             if self._on_disk(entry):
                 continue
             needed = self._hold(entry.components)

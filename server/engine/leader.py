@@ -73,8 +73,8 @@ class Followers:
         self._reads: dict[tuple[AdapterId, int], Future[str]] = {}  # digests, by id and rank
         self._filled: SimpleQueue[SlotsFilled] = SimpleQueue()
         self._start_timeout, self._step_timeout = settings.start_timeout, settings.step_timeout
-        self._stages: list[Stage] = ["starting"] * settings.tensor_parallel_size  # by rank
-        self.reach("started")
+        others: list[Stage] = ["starting"] * (settings.tensor_parallel_size - 1)
+        self._stages: list[Stage] = ["started", *others]  # by rank
         ranks = range(1, settings.tensor_parallel_size)
         address = "{}:{}".format(*self.listener.getsockname())
         self._followers = [_spawn(settings, model, address, rank) for rank in ranks]
@@ -209,6 +209,8 @@ class Followers:
         if self._ready.wait(self._start_timeout):
             return
         last = min(self._stages, key=STAGES.index)
+        if last == "ready":  # just now
+            return
         ranks = [str(rank) for rank, stage in enumerate(self._stages) if stage == last]
         self._die(
             f"rank {', '.join(ranks)} {_LACKS[last]} after {self._start_timeout:g} seconds"

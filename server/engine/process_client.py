@@ -16,7 +16,9 @@ from lorakeet.server.engine.client import EngineBase, EngineDeadError
 from lorakeet.server.engine.messages import Command, Event, Shutdown, endpoints
 
 SHUTDOWN_SECONDS = 5.0  # after which the engine process is killed
-START_MARGIN = 30.0  # seconds: an engine of several ranks can tell itself which is late
+# seconds that an engine of several ranks gets to tell itself which of them is late, or hangs
+START_MARGIN = 30.0
+STEP_MARGIN = 2.0
 
 
 class EngineProcess(EngineBase):
@@ -114,7 +116,8 @@ class EngineProcess(EngineBase):
         """The first tells that the engine is ready; then it reports several times a second,
         between its steps."""
         settings = self.settings
-        limit = settings.start_timeout + START_MARGIN
+        has_ranks = settings.tensor_parallel_size > 1
+        limit = settings.start_timeout + has_ranks * START_MARGIN
         reason = f"the engine is not ready after {settings.start_timeout:g} seconds (start_timeout)"
         while True:
             try:
@@ -127,8 +130,9 @@ class EngineProcess(EngineBase):
                     return
             else:
                 self._receive(self._decoder.decode(event))
-                limit = settings.step_timeout
-                reason = f"the engine has given no sign for {limit:g} seconds (step_timeout)"
+                limit = settings.step_timeout + has_ranks * STEP_MARGIN
+                seconds = f"{settings.step_timeout:g} seconds (step_timeout)"
+                reason = f"the engine has given no sign for {seconds}"
 
 
 def describe_exit(process: str, code: int) -> str:

@@ -77,7 +77,7 @@ class Runner:
     ) -> None:
         """`folder` holds the model's files. All ranks of `group` make a runner, and then launch
         the same steps; rank 0 alone samples and has results. `replicas`: the other ranks' host
-        stores, for rank 0's. `on_loaded` is called before other ranks are waited for.
+        stores, for rank 0's. `on_loaded` is called once the model's weights are loaded.
 
         Raises SettingsError for what there is no room for, UnsupportedModelError and WeightsError.
         """

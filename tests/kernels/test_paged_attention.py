@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorakeet.kernels import paged_decode, paged_prefill, reference
 from lorakeet.kernels.paged_attention import paged_attention
-from lorakeet.kernels.tiles import decode_tiles
+from lorakeet.kernels.tiles import DecodeTiles, decode_tiles
 from support.paged_cases import PagedCase, paged_case
 
 # of rows and heads that only fill up a tile: numpy warns of what a GPU passes over
@@ -110,6 +110,23 @@ def test_long_decodes_are_split(
         dtype=dtype,
     )
     assert_close(paged_attention(*case.args, 0.25, window), exact_attention(case, 0.25, window))
+
+
+def test_tiles_are_those_of_all_sequences_kv_heads(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def recorded(num_heads: int, key_size: int) -> DecodeTiles:
+        asked.append((num_heads, key_size))
+        return decode_tiles(num_heads, key_size)
+
+    monkeypatch.setattr(paged_decode, "decode_tiles", recorded)
+    case = paged_case(
+        [(1, 20), (1, 9), (1, 40)], heads=4, kv_heads=2, head_dim=16, device=device, dtype=dtype
+    )
+    paged_attention(*case.args, 0.25)
+    assert asked == [(3 * 2, 16 * dtype.itemsize)]
 
 
 def test_a_decode_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> None:

@@ -249,6 +249,7 @@ def test_the_models_defaults_are_under_the_adapters(toy_model: Path, tmp_path: P
         ({"do_sample": False, "temperature": 0.75}, {"do_sample": True}, (0.0, 0.75)),
         ({"do_sample": False}, {"do_sample": True}, (0.0, 1.0)),
         ({}, {"do_sample": None, "temperature": 0.5}, (1.0, 0.5)),
+        ({"do_sample": False}, {"temperature": 0.5}, (0.0, 0.5)),
     ],
 )
 def test_without_sampling_requests_are_greedy_unless_they_say_otherwise(
@@ -280,8 +281,8 @@ def test_defaults_that_are_not_used_are_named_at_load(
         for name in ("own", "own", "plain"):
             complete(server, name, "a")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{model}: generation_config.json: not used: num_beams",
-        f"{own}: generation_config.json: not used: stop_strings, typical_p",
+        f"{model}: generation_config.json: not used: 'num_beams'",
+        f"{own}: generation_config.json: not used: 'stop_strings', 'typical_p'",
     ]
 
 

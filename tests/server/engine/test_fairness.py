@@ -529,6 +529,26 @@ def test_blends_that_can_never_run_are_refused(
     engine.check_idle()
 
 
+def test_a_blend_that_comes_again_has_its_service_still() -> None:
+    """Its last request had ended. Beside two adapters that always have requests it gets a third."""
+    config = replace(CONFIG, max_loras=1, num_slots=6, num_rows=8, max_blend=2, max_blend_rows=2)
+    crowd = crowd_of(4, config)
+    engine = crowd.engine
+    for number in (3, 4):
+        crowd.join(AdapterId(number), 4, lambda: 20)
+    crowd.join(AdapterId(1), 0, lambda: 20)
+    names: list[str] = []
+    for _ in range(900):
+        if not names or engine.results[names[-1]].finish_reason:
+            names.append(f"blend {len(names)}")
+            sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+            blend = ((1, float(len(names))), (2, 1.0))
+            engine.add(names[-1], [1, 2, 3, 4], sampling=sampling, blend=blend)
+        crowd.step()
+    tokens = sum(len(engine.results[name].token_ids) for name in names)
+    assert tokens <= 1.2 * min(crowd.tokens()[AdapterId(number)] for number in (3, 4))
+
+
 @pytest.mark.parametrize("components", [(1,), (1, 2)])
 def test_blends_of_many_weights_are_as_one_adapter(components: tuple[int, ...]) -> None:
     """Thirty of them always have a request, each a blend of its own, and so has a cold adapter: it
