@@ -143,6 +143,7 @@ class Followers:
     def close(self) -> None:
         """Kill them all; they keep nothing that has to be put in order."""
         self._end()
+        self._give_up_reads()
         for follower in self._followers:
             follower.process.wait()
 
@@ -154,12 +155,12 @@ class Followers:
             self._ended.set()
         for follower in self._followers:
             follower.process.kill()
-        self._give_up_reads()
         return True
 
     def _die(self, reason: str) -> None:
         if self._end():
-            self._on_death(reason)
+            self._on_death(reason)  # first: who waits for a read is to get the reason
+            self._give_up_reads()
 
     def _give_up_reads(self) -> None:
         for key in list(self._reads):
