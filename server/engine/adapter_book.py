@@ -134,9 +134,10 @@ class AdapterBook:
                     self._forget_blend(entry)
                 else:
                     gone.append(entry)
-        unloaded = {entry.adapter_id for entry in gone}
-        for components in [key for key in self._accounts if unloaded & key]:
-            del self._accounts[components]
+        if gone:
+            unloaded = {entry.adapter_id for entry in gone}
+            kept = self._accounts.items()
+            self._accounts = {key: account for key, account in kept if not unloaded & key}
         return gone
 
     def holds_root(self, root: bytes) -> bool:
