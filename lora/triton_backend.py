@@ -85,9 +85,10 @@ class TritonBackend:
         self, layer: ParallelLinear, x: Tensor, weights: LayerWeights, rank_rows: RankRows
     ) -> tuple[Tensor, Delta]:
         self._shrinks.wait_for_current()
+        # Launched first: a product takes whole multiprocessors, a shrink what it leaves of them.
+        y = layer.product(x)
         with self._shrinks.use():
             delta = self._delta(x, weights, rank_rows)
-        y = layer.product(x)
         self._shrinks.hold_current()
         return y, delta
 
