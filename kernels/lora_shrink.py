@@ -61,12 +61,13 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 ):
     tile = tl.program_id(0)
     slice_id = tl.program_id(1)
-    split = tl.program_id(2) // ROW_PROGRAMS
+    split = tl.program_id(2) % splits
     tokens, _, own_first, own_last, low, high = read_tile(
         tile, order, first, last, count_at, num_tokens, BLOCK_M, BLOCK_R
     )
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
-    first_row = low + tl.program_id(2) % ROW_PROGRAMS * BLOCK_R
+    # Most tiles meet few rows: what then has nothing to do comes last, when others are at work.
+    first_row = low + tl.program_id(2) // splits * BLOCK_R
     for r0 in range(first_row, high, ROW_PROGRAMS * BLOCK_R):
         j = r0 + tl.arange(0, BLOCK_R)
         used = j < high

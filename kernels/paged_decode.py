@@ -13,6 +13,8 @@ from torch import Tensor
 from lorakeet.kernels.attend import attend, tile_size
 from lorakeet.kernels.tiles import decode_tiles
 
+_MANY_HEADS = 1024  # each with a program of its own these take longer to launch than to merge
+
 
 @triton.jit
 def _splits(  # type: ignore[no-untyped-def]
@@ -109,13 +111,14 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head of one sequence that has several splits."""
+    """Some heads of one sequence that has several splits."""
     sequence = tl.program_id(0).to(tl.int64)
-    row = sequence * tl.num_programs(1) + tl.program_id(1)
+    first_row = (sequence * tl.num_programs(1) + tl.program_id(1)) * HEADS
     context = tl.load(context_lens + sequence)
     _, _, num_splits = _splits(context, WINDOW, MAX_SPLITS, MIN_SPLIT)
     if num_splits <= 1:
@@ -124,14 +127,15 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     used = split < num_splits
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
-    rows = row * most_splits + split
-    highest = tl.load(maxima + rows, mask=used, other=float("-inf"))
-    shrink = tl.exp2(highest - tl.max(highest, 0))
-    weight = tl.sum(shrink * tl.load(weights + rows, mask=used, other=0.0), 0)
-    parts = totals + rows[:, None] * HEAD_DIM + d[None, :]
-    values = tl.load(parts, mask=used[:, None] & in_head[None, :], other=0.0)
-    result = tl.sum(shrink[:, None] * values, 0) / weight
-    tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=in_head)
+    for row in range(first_row, first_row + HEADS):
+        rows = row * most_splits + split
+        highest = tl.load(maxima + rows, mask=used, other=float("-inf"))
+        shrink = tl.exp2(highest - tl.max(highest, 0))
+        weight = tl.sum(shrink * tl.load(weights + rows, mask=used, other=0.0), 0)
+        parts = totals + rows[:, None] * HEAD_DIM + d[None, :]
+        values = tl.load(parts, mask=used[:, None] & in_head[None, :], other=0.0)
+        result = tl.sum(shrink[:, None] * values, 0) / weight
+        tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=in_head)
 
 
 def paged_decode(
@@ -185,7 +189,8 @@ def paged_decode(
     )
     if num_splits == 1:
         return
-    _combine_kernel[num_decodes, num_heads](
+    heads = group if num_decodes * num_heads > _MANY_HEADS else 1
+    _combine_kernel[num_decodes, num_heads // heads](
         totals,
         weights,
         maxima,
@@ -195,6 +200,7 @@ def paged_decode(
         WINDOW=window,
         MAX_SPLITS=tiles.max_splits,
         MIN_SPLIT=tiles.min_split,
+        HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_D=tile_size(head_dim),

@@ -112,6 +112,25 @@ def test_long_decodes_are_split(
     assert_close(paged_attention(*case.args, 0.25, window), exact_attention(case, 0.25, window))
 
 
+def test_many_heads_are_merged_together(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch of many, all heads that share keys: by one program."""
+    monkeypatch.setattr(paged_decode, "_MANY_HEADS", 5 * 6 - 1)
+    case = paged_case(
+        [(1, context) for context in (1, 0, 1030, 70, 513)],
+        heads=6,
+        kv_heads=2,
+        block_size=16,
+        device=device,
+        dtype=dtype,
+    )
+    tiles = DecodeTiles(32, 4, 2, min_split=512, max_splits=16)
+    monkeypatch.setattr(paged_decode, "decode_tiles", lambda *_: tiles)
+    out = paged_attention(*case.args, 0.25)
+    assert_close(out, reference.paged_attention(*case.args, 0.25, dtype=torch.float64))
+
+
 def test_tiles_are_those_of_all_sequences_kv_heads(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
