@@ -4,9 +4,9 @@
     python benchmarks/load_model.py --smoke      (tiny, on the CPU)
 
 Writes random weights once (16 GB; less with fewer layers), then reads the files' bytes into memory
-without looking at them, and loads the model on the GPU. Both come from the page cache if the
-files fit there: then memory is the limit, not the disk. The last line: the time of loading over
-that of reading.
+without looking at them, and loads the model on the GPU, or the CPU where there is none. Both come
+from the page cache if the files fit there: then memory is the limit, not the disk. The last line:
+the time of loading over that of reading.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main() -> None:
             write_weights(write_model(model, config), config)
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         reading = min(read_files(model) for _ in range(2))
-        device = "cpu" if args.smoke else "cuda"
+        device = "cuda" if torch.cuda.is_available() and not args.smoke else "cpu"
         torch.zeros(1, device=device)
         started = time.perf_counter()
         load_model(model, device)

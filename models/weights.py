@@ -1,7 +1,8 @@
-"""Safetensors files → the model's parameters, one tensor at a time, never a second copy."""
+"""Safetensors files → the model's parameters, a few tensors at a time, never a second copy."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _FILE_DTYPES = ("F32", "BF16", "F16")
 _INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _HEAD = "lm_head.weight"
+_READERS = 8  # threads: one alone copies more slowly than a fast disk reads
 _PROGRESS_AFTER = 2.0  # seconds; a load that is over sooner shows no bar
 
 
@@ -97,34 +99,46 @@ def fill_randomly(model: LlamaForCausalLM) -> None:
 def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
     """Fill every parameter from `folder`; every tensor there must have its place."""
     missing = dict(_destinations(model))
-    files = _weight_files(folder)
+    found: list[tuple[Path, str, Piece]] = []
     tied_head: Path | None = None
-    total = sum(piece.view.nbytes for piece in missing.values())
-    with tqdm(
-        total=total,
-        desc="Loading weights",
-        unit="B",
-        unit_scale=True,
-        delay=_PROGRESS_AFTER,
-        disable=None,  # where nobody watches
-    ) as progress:
-        for file in files:
-            for name in _tensor_names(file):
-                if name.endswith("rotary_emb.inv_freq"):
-                    continue  # old checkpoints; follows from config.json
-                if name == _HEAD and model.config.tie_word_embeddings:
-                    tied_head = file
-                    continue
-                if name not in missing:
-                    raise WeightsError(f"{file.name}: the model has no place for tensor {name}")
-                piece = missing.pop(name)
-                _fill(file, name, piece)
-                progress.update(piece.view.nbytes)
+    for file in _weight_files(folder):
+        for name in _tensor_names(file):
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # old checkpoints; follows from config.json
+            if name == _HEAD and model.config.tie_word_embeddings:
+                tied_head = file
+                continue
+            if name not in missing:
+                raise WeightsError(f"{file.name}: the model has no place for tensor {name}")
+            found.append((file, name, missing.pop(name)))
     if missing:
         names = ", ".join(sorted(missing)[:5])
         raise WeightsError(f"{folder}: {len(missing)} tensors are missing, among them {names}")
+    _fill_all(found)
     if tied_head is not None:
         _check_tied_head(tied_head, model.model.embed_tokens)
+
+
+def _fill_all(found: Sequence[tuple[Path, str, Piece]]) -> None:
+    with (
+        ThreadPoolExecutor(_READERS, "weight-reader") as readers,
+        tqdm(
+            total=sum(piece.view.nbytes for _, _, piece in found),
+            desc="Loading weights",
+            unit="B",
+            unit_scale=True,
+            delay=_PROGRESS_AFTER,
+            disable=None,  # where nobody watches
+        ) as progress,
+    ):
+        filled = [readers.submit(_fill, *each) for each in found]
+        try:
+            for each, (_, _, piece) in zip(filled, found, strict=True):
+                each.result()
+                progress.update(piece.view.nbytes)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)  # the rest is not wanted
+            raise
 
 
 def _destinations(model: LlamaForCausalLM) -> Iterator[tuple[str, Piece]]:
