@@ -121,11 +121,12 @@ def join(
     if size == 1:
         return ProcessGroup()
     is_cuda = device.type == "cuda"
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    for library in ("NCCL", "GLOO"):  # not an interface that others reach
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
     if is_cuda:  # multicast is not to be had everywhere
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    else:  # not an interface that others reach, which the host's name may stand for
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
         if rank == 0 and isinstance(address, str):
             address = listen(address)
