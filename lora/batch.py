@@ -21,7 +21,7 @@ from lorakeet.kernels.rank_rows import (
     unpack,
 )
 from lorakeet.lora.pool import AdapterPool, LayerWeights
-from lorakeet.lora.vocabulary import VocabularyBatch
+from lorakeet.lora.vocabulary import OwnEmbeddings, VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
 
 HEAD = "lm_head"
@@ -62,7 +62,7 @@ class LoRAForwardBatch(ForwardBatch):
 
     lora: LoRABatch | None  # for the T token rows
     logits_lora: LoRABatch | None  # for the rows whose logits are wanted
-    vocabulary: VocabularyBatch | None = None  # for the T token rows
+    own_embeddings: OwnEmbeddings | None = None  # of the T token rows
     logits_vocabulary: VocabularyBatch | None = None
 
 

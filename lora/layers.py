@@ -59,7 +59,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x: (T,) token ids."""
-        own = batch.vocabulary if isinstance(batch, LoRAForwardBatch) else None
+        own = batch.own_embeddings if isinstance(batch, LoRAForwardBatch) else None
         if own is None:
             return self._embed(x, batch)
         # added tokens have no row in the base's table, whatever they get here is overwritten

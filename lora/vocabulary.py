@@ -4,9 +4,10 @@ They lie beside the pool's rank rows, each slot's in tensors of its own. A pass 
 adapter has any does no work here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,13 @@ class VocabularyRun:
     vocabulary: Vocabulary  # on the pass's device
 
 
+class OwnEmbeddings(Protocol):
+    """Embeddings of a pass that are not the base's."""
+
+    def embed(self, y: Tensor, token_ids: Tensor) -> None:
+        """Overwrite rows of y (T, hidden), the embeddings of `token_ids` (T,)."""
+
+
 @dataclass(frozen=True)
 class VocabularyBatch:
     """The rows of one pass whose adapters have a vocabulary of their own."""
@@ -33,15 +41,19 @@ class VocabularyBatch:
     runs: tuple[VocabularyRun, ...]
 
     def embed(self, y: Tensor, token_ids: Tensor) -> None:
-        """Overwrite rows of y (T, hidden), the embeddings of `token_ids` (T,)."""
+        """See OwnEmbeddings."""
+        for rows, is_own, values in self.embeddings(token_ids):
+            y.index_copy_(0, rows, torch.where(is_own, values, y[rows]))
+
+    def embeddings(self, token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Adapter by adapter: its rows (N,) of the pass, which of them have an embedding of their
+        own (N, 1), and that (N, hidden): anything where there is none."""
         for run in self.runs:
             own = run.vocabulary.embed_tokens
-            if own is None:
-                continue
-            ids = token_ids[run.rows]
-            places = torch.searchsorted(own.ids, ids).clamp_(max=len(own.ids) - 1)
-            is_own = (own.ids[places] == ids)[:, None]
-            y.index_copy_(0, run.rows, torch.where(is_own, own.rows[places], y[run.rows]))
+            if own is not None:
+                ids = token_ids[run.rows]
+                places = torch.searchsorted(own.ids, ids).clamp_(max=len(own.ids) - 1)
+                yield run.rows, (own.ids[places] == ids)[:, None], own.rows[places]
 
     def score(self, logits: Tensor, hidden: Tensor) -> Tensor:
         """Logits (L, vocab) → (L, columns of the largest vocabulary): each row has its own.
@@ -58,6 +70,34 @@ class VocabularyBatch:
                 logits[run.rows[:, None], own.ids] = scores
             logits[run.rows, run.vocabulary.size :] = -torch.inf
         return logits
+
+
+class StaticEmbeddings:
+    """Embeddings of a pass that are not the base's, in tensors that stay in their place: a CUDA
+    graph reads them, whatever the mix of adapters is that they are from."""
+
+    def __init__(self, values: Tensor) -> None:
+        """`values`: room for the embeddings of a pass (T, hidden), finite."""
+        self._values = values
+        self._is_own = torch.zeros((len(values), 1), dtype=torch.bool, device=values.device)
+        self._is_clear = True
+
+    def clear(self) -> None:
+        """All are the base's."""
+        if not self._is_clear:
+            self._is_own.zero_()
+        self._is_clear = True
+
+    def fill(self, batch: VocabularyBatch, token_ids: Tensor) -> None:
+        """Take in those of a pass of at most T tokens, after `clear`."""
+        self._is_clear = False
+        for rows, is_own, values in batch.embeddings(token_ids):
+            self._values[rows], self._is_own[rows] = values, is_own
+
+    def embed(self, y: Tensor, token_ids: Tensor) -> None:
+        """See OwnEmbeddings: of the pass's first tokens, as many as y has."""
+        size = len(y)
+        torch.where(self._is_own[:size], self._values[:size], y, out=y)
 
 
 class VocabularyStore:
@@ -96,9 +136,7 @@ class VocabularyStore:
 
     def for_embedding(self, slots: NDArray[np.int32]) -> VocabularyBatch | None:
         """For the token rows of a pass, in `slots` (T,); None when all embeddings are the base's.
-
-        A pass that has one reads it eagerly: its launches depend on the mix of adapters.
-        """
+        Its launches depend on the mix of adapters."""
         own = [slot for slot, one in self._by_slot.items() if one.embed_tokens is not None]
         return self._batch(slots, own)
 

@@ -54,7 +54,6 @@ class AdapterBook:
             num_rows,
             components=(adapter_id,),
             invocation=invocation,
-            has_vocabulary=vocabulary_bytes > 0,
         )
 
     def entry_for(self, adapter_id: AdapterId, prompt: Sequence[int]) -> tuple[AdapterEntry, int]:

@@ -33,7 +33,6 @@ class AdapterEntry:
     components: tuple[AdapterId, ...]  # what must be in the pool: itself, or what it is made of
     weights: tuple[float, ...] = ()  # of a blend's components
     invocation: tuple[int, ...] = ()  # of an aLoRA: its tokens start with these
-    has_vocabulary: bool = False  # rows of embedding or head of its own
     in_host: bool = True  # else it must be read again before it can be copied to a slot
     freed: Room = field(default_factory=Room)  # in the pool, by its unloading
     num_blends: int = 0  # that it is a component of

@@ -5,12 +5,14 @@ batch*, padded to one of a few sizes, and the graph of that size is replayed. Th
 prompt is a sequence of one token too, in the context that ends with it: keys and values of a whole
 chunk are written before attention reads them, layer by layer. There are two sets of graphs:
 one for steps without any adapter, which holds no LoRA kernel at all, and one for every mix of
-adapters and ranks, which are values in the batch's lists of rank rows.
+adapters and ranks, which are values in the batch's lists of rank rows. Embeddings that adapters
+have of their own are gathered before.
 
 A static batch is an ordinary `LoRAForwardBatch`: on the CPU the same code runs the pass on it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from tqdm import tqdm
 
 from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows, static_room
 from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.vocabulary import StaticEmbeddings, VocabularyBatch
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
@@ -48,7 +51,8 @@ class StaticBatch:
     """A pass of `size` tokens, each a sequence of its own, in tensors that stay in their place.
 
     Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
-    key and value go nowhere, without an adapter. `rank_rows`: None, no row has an adapter.
+    key and value go nowhere, without an adapter. `rank_rows` and `embeddings`: None, no row has
+    an adapter.
     """
 
     def __init__(
@@ -57,27 +61,37 @@ class StaticBatch:
         rows: DeviceRows,
         max_context_len: int,
         rank_rows: StaticRankRows | None,
+        embeddings: StaticEmbeddings | None,
     ) -> None:
         self.size = size
         self._rows = rows
         self._max_context_len = max_context_len
         self._rank_rows = rank_rows
+        self._embeddings = embeddings
         nobody = StepArrays(*[np.zeros(0, np.int64)] * 7)
         self._packed = pack(self._arrays(nobody, np.zeros(0, np.int32)))
         self._values = torch.from_numpy(self._packed.values).to(rows.device)
 
-    def fill(self, arrays: StepArrays, slots: NDArray[np.int32]) -> None:
-        """Take in a step of at most `size` tokens, `by_token`; `slots` (T,) of each."""
+    def fill(
+        self, arrays: StepArrays, slots: NDArray[np.int32], vocabulary: VocabularyBatch | None
+    ) -> None:
+        """Take in a step of at most `size` tokens, `by_token`; `slots` (T,) of each;
+        `vocabulary`: where embeddings are not the base's."""
         values = torch.from_numpy(pack(self._arrays(arrays, slots)).values)
         if self._values.is_cuda:
             values = values.pin_memory()
         self._values.copy_(values, non_blocking=True)
+        if self._embeddings is not None:
+            self._embeddings.clear()
+            if vocabulary is not None:
+                token_ids = self._packed.views(self._values)[0].long()
+                self._embeddings.fill(vocabulary, self._rows.resolve(token_ids))
 
     def batch(self) -> LoRAForwardBatch:
         """The pass; what this launches belongs into the graph."""
         narrow = self._packed.views(self._values)
         wide = [values.long() for values in narrow[:_NUM_PASS_ARRAYS]]
-        return make_batch(
+        batch = make_batch(
             wide,
             narrow,
             self._rows,
@@ -87,6 +101,7 @@ class StaticBatch:
             num_decodes=self.size,
             lora=None if self._rank_rows is None else self._rank_rows.batch(*narrow[-2:]),
         )
+        return replace(batch, own_embeddings=self._embeddings)
 
     def _arrays(self, arrays: StepArrays, slots: NDArray[np.int32]) -> list[NDArray[np.integer]]:
         token_ids, positions, kv_slots, rows, _, context_lens = pass_arrays(arrays)
@@ -124,6 +139,10 @@ class PassGraphs:
         self._max_context_len = max_context_len
         self.sizes = graph_sizes(max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens)))
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
+        shape = (self.sizes[-1], model.config.hidden_size)
+        self._embeddings = StaticEmbeddings(
+            torch.zeros(shape, dtype=model.dtype, device=rows.device)
+        )
         self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
         self._stream = None if self._pool is None else torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
 
@@ -162,22 +181,26 @@ class PassGraphs:
             and self._adapters.tables.most_listed(np.unique(slots)) <= static_room(self._adapters)
         )
 
-    def run(self, arrays: StepArrays, slots: NDArray[np.int32]) -> Tensor:
-        """Hidden states of a step that they `take`; `slots` (T,) of its tokens.
+    def run(
+        self, arrays: StepArrays, slots: NDArray[np.int32], vocabulary: VocabularyBatch | None
+    ) -> Tensor:
+        """Hidden states of a step that they `take`; `slots` (T,) of its tokens, `vocabulary` as
+        `VocabularyStore.for_embedding` gives it for them.
 
         They are valid until the next call.
         """
         count = len(slots)
         size = next(size for size in self.sizes if size >= count)
         static, replay = self._graphs[size, bool(slots.any())]
-        static.fill(arrays.by_token(), slots)
+        static.fill(arrays.by_token(), slots, vocabulary)
         return replay()[:count]
 
     def _capture(self, size: int, with_lora: bool) -> None:
-        rank_rows = None
+        rank_rows, embeddings = None, None
         if with_lora:
             rank_rows = StaticRankRows(self._adapters, size, min(size, self._max_loras))
-        static = StaticBatch(size, self._rows, self._max_context_len, rank_rows)
+            embeddings = self._embeddings
+        static = StaticBatch(size, self._rows, self._max_context_len, rank_rows, embeddings)
 
         def run() -> Tensor:
             return self._model(static.batch())  # type: ignore[no-any-return]

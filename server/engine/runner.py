@@ -219,8 +219,8 @@ class Runner:
         """Hidden states of the pass: (T, hidden_size)."""
         slots = self.rows.slots_at(arrays.token_rows, arrays.positions)
         vocabulary = self.pool.vocabularies.for_embedding(slots)
-        if self.graphs is not None and vocabulary is None and self.graphs.take(arrays, slots):
-            return self.graphs.run(arrays, slots)
+        if self.graphs is not None and self.graphs.take(arrays, slots):
+            return self.graphs.run(arrays, slots, vocabulary)
         lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
         return self._run_model(arrays, lora, vocabulary)
 
@@ -228,7 +228,7 @@ class Runner:
         self, arrays: StepArrays, lora: LoRABatch | None, vocabulary: VocabularyBatch | None
     ) -> Tensor:
         batch = build_batch(arrays, self.device_rows, self.settings.block_size, lora)
-        return self.model(replace(batch, vocabulary=vocabulary))  # type: ignore[no-any-return]
+        return self.model(replace(batch, own_embeddings=vocabulary))  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor, slots: NDArray[np.int32]) -> Tensor:
         """Logits of rows of hidden states, each with the slot of its adapter.

@@ -323,8 +323,6 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """As much of the sequence as the budget allows, if there is room for it."""
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-        if self.adapters.entries[sequence.adapter_id].has_vocabulary:
-            plan.use_spare()  # a pass with embedding rows of its own is never replayed
         num_tokens = plan.tokens_for(start, num_uncomputed)
         num_blocks = self.blocks.blocks_for(start + num_tokens) - len(sequence.block_ids)
         new_blocks: tuple[BlockId, ...] = ()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lorakeet.lora.adapter import Slot, TokenRows, Vocabulary
 from lorakeet.lora.staging import Staging
-from lorakeet.lora.vocabulary import VocabularyStore
+from lorakeet.lora.vocabulary import StaticEmbeddings, VocabularyStore
 
 BASE, HIDDEN = 20, 8
 SLOTS = np.array([0, 3, 1, 2, 1, 0, 3, 4], np.int32)
@@ -52,6 +52,21 @@ def test_embeddings_row_by_row(store: VocabularyStore, poison: float) -> None:
         if own is not None and token in own.ids:
             expected = own.rows[own.ids.tolist().index(token)]
         assert after[row].equal(expected) or (poison != 0 and expected.isnan().all())
+
+
+def test_static_embeddings_are_those_of_the_last_pass(store: VocabularyStore) -> None:
+    """Of any mix, and of none, in the same tensors; a smaller pass reads the first of them."""
+    static = StaticEmbeddings(torch.zeros(len(SLOTS) + 2, HIDDEN))
+    token_ids = torch.tensor([4, 4, 22, 14, 5, 9, 0, 4])
+    for slots in (SLOTS, SLOTS[::-1].copy(), np.zeros(8, np.int32), SLOTS[:3], SLOTS):
+        batch, ids = store.for_embedding(slots), token_ids[: len(slots)]
+        expected, actual = random(2, len(slots), HIDDEN)[0], random(2, len(slots), HIDDEN)[0]
+        static.clear()
+        if batch is not None:
+            batch.embed(expected, ids)
+            static.fill(batch, ids)
+        static.embed(actual, ids)
+        assert actual.equal(expected)
 
 
 def test_logits_row_by_row(store: VocabularyStore) -> None:

@@ -149,7 +149,7 @@ def _with_lora(batch: ForwardBatch, slots: Sequence[Slot], pool: AdapterPool) ->
         **values,
         lora=build_lora_batch(rows, pool, body_groups(pool)),
         logits_lora=build_lora_batch(rows, pool, [HEAD]),
-        vocabulary=pool.vocabularies.for_embedding(rows),
+        own_embeddings=pool.vocabularies.for_embedding(rows),
         logits_vocabulary=pool.vocabularies.for_head(rows),
     )
 

@@ -248,15 +248,15 @@ def test_padding_rows_leave_no_trace() -> None:
     """Stale values of a larger step are gone: token, place, context, adapter."""
     rows = DeviceRows(4, 3, torch.device("cpu"))
     pool = filled_pool({slot: random_adapter(same_rank(slot), slot) for slot in (1, 2, 3)})
-    static = StaticBatch(4, rows, 12, StaticRankRows(pool, 4, 3))
+    static = StaticBatch(4, rows, 12, StaticRankRows(pool, 4, 3), None)
 
     def step(count: int) -> StepArrays:
         ones = np.ones(count, np.int64)
         return StepArrays(ones, ones, 5 * ones, ones, 6 * ones, np.arange(count + 1), 9 * ones)
 
-    static.fill(step(4), np.array([3, 1, 3, 2], np.int32))
+    static.fill(step(4), np.array([3, 1, 3, 2], np.int32), None)
     address = static.batch().positions.data_ptr(), static.batch().context_lens.data_ptr()
-    static.fill(step(1), np.array([2], np.int32))
+    static.fill(step(1), np.array([2], np.int32), None)
     batch = static.batch()
     assert batch.context_lens.data_ptr() == address[1]
     assert batch.token_ids.tolist() == [5, 0, 0, 0]
@@ -266,7 +266,7 @@ def test_padding_rows_leave_no_trace() -> None:
     assert (batch.num_decodes, batch.max_context_len) == (4, 12)
     assert batch.lora is not None
     assert batch.lora.slots.tolist() == [2, 0, 0, 0]
-    assert StaticBatch(4, rows, 12, None).batch().lora is None
+    assert StaticBatch(4, rows, 12, None, None).batch().lora is None
 
 
 def test_a_graph_step_is_one_with_a_single_token_for_each(model: Path) -> None:
