@@ -297,13 +297,13 @@ class Runner:
             self.model.bind_kv_cache(allocate(1))  # all that the trial passes write goes there
         available = memory.kv_memory(settings, self.device, self._worst_pass)
         if self.device.type == "cuda":
-            self._graph_bytes = self._make_graphs(max_len).estimate_memory(
+            graph_bytes = self._make_graphs(max_len).estimate_memory(
                 partial(memory.free_memory, self.device)
             )
-            logger.info("CUDA graphs will take up to %d MiB", self._graph_bytes // memory.MiB)
+            logger.info("CUDA graphs will take up to %d MiB", graph_bytes // memory.MiB)
             # an adapter that is being copied to the pool: there is one at a time (see RowWriter)
             on_its_way = (settings.max_lora_rank + MAX_EXTRA_ROWS) * self._row_bytes
-            available -= self._graph_bytes + self.vocabulary_bytes + on_its_way
+            available -= graph_bytes + self.vocabulary_bytes + on_its_way
         size = memory.cache_size(
             settings, self.config, self.dtype, self._least(available), self.group
         )
@@ -322,7 +322,10 @@ class Runner:
     def capture_graphs(self) -> None:
         """From now on small steps are replayed. (On the CPU: they run on the static batches.)"""
         graphs = self._make_graphs(self.max_model_len)
+        before = memory.free_memory(self.device)
         graphs.capture_all()
+        if self.device.type == "cuda":
+            self._graph_bytes = before - memory.free_memory(self.device)
         self.graphs = graphs
 
     def _make_graphs(self, max_context_len: int) -> PassGraphs:
