@@ -12,6 +12,7 @@ from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
 from support.engines import StepEngine, prompt_of
 from support.models import tiny_model
+from support.parity import check
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +42,7 @@ def engine_of(
         dtype="float32",
         block_size=16,
         gpu_memory_utilization=0.2,
-        max_num_seqs=MAX_SEQS,
-        **settings,
+        **{"max_num_seqs": MAX_SEQS} | settings,
     )
     for path in adapters[1:]:
         assert path is not None
@@ -72,6 +72,21 @@ def test_every_batch_size_equals_eager_and_peft(files: tuple[Path, list[Path | N
     for number in range(8):
         expected = peft_greedy(model, adapters[number % 4], short_prompt(number), 4 + 3 * number)
         assert results[0][str(number)].token_ids == expected
+
+
+def test_a_large_batch_that_ends_one_by_one_is_as_with_peft(
+    files: tuple[Path, list[Path | None]],
+) -> None:
+    """Every batch size from the largest to 1: the last requests are there in all of them."""
+    model, adapters = files
+    engine, size = engine_of(model, adapters, max_num_seqs=300), 300
+    for number in range(size):
+        prompt = short_prompt(number % 50)
+        engine.add(str(number), prompt, number % 4, max_tokens=4 + number, logprobs=0)
+    results = engine.run()
+    for number in range(size - 8, size):
+        prompt = short_prompt(number % 50)
+        check(model, adapters[number % 4], prompt, results[str(number)])
 
 
 @pytest.mark.parametrize("length", [30, 90, 130])

@@ -1,6 +1,7 @@
 """bfloat16 on a GPU: as close to PEFT in float32 as PEFT in bfloat16 is."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,7 @@ def pick(logprobs: Tensor, token_ids: list[int]) -> Tensor:
 def test_mixed_batch_is_as_close_as_peft(kind: str, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model", kind, hidden_size=256, intermediate_size=512)
     cases = adapters_of_every_kind(tmp_path / "adapters", model)
-    engine = StepEngine(
-        model,
-        device="cuda",
-        dtype="bfloat16",
-        block_size=16,
-        gpu_memory_utilization=0.2,
-        max_loras=len(cases),
-        max_num_seqs=64,
-        max_num_batched_tokens=256,
-    )
+    engine = engine_of(model, len(cases))
     generator = torch.Generator().manual_seed(0)
     prompts: dict[str, tuple[Path | None, list[int]]] = {}
     for number, case in enumerate([None, *cases]):
@@ -55,15 +47,59 @@ def test_mixed_batch_is_as_close_as_peft(kind: str, tmp_path: Path) -> None:
         engine.add(name, prompt, adapter_id, max_tokens=1, prompt_logprobs=0)
     results = engine.run()
 
+    check_errors(
+        model,
+        [
+            (oracle, prompt, 1, [one.logprob for one in results[name].prompt_logprobs or [] if one])
+            for name, (oracle, prompt) in prompts.items()
+        ],
+    )
+
+
+def test_a_large_batch_that_ends_one_by_one_is_as_close_as_peft(tmp_path: Path) -> None:
+    """Decodes in graphs of every size: the last requests are there in all of them."""
+    model = tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    cases = adapters_of_every_kind(tmp_path / "adapters", model)
+    engine, size = engine_of(model, 1 + len(cases), max_num_seqs=300), 300
+    users = [(0, None), *((engine.load(case.folder), case.oracle) for case in cases)]
+    prompt = [7, 3, 250, 9, 11]
+    for number in range(size):
+        adapter_id, _ = users[number % len(users)]
+        engine.add(str(number), prompt, adapter_id, max_tokens=4 + number, logprobs=0)
+    results = engine.run()
+    served = []
+    for number in range(size - 2 * len(users), size):
+        result = results[str(number)]
+        logprobs = [score.logprob for score in result.logprobs]
+        oracle = users[number % len(users)][1]
+        served.append((oracle, prompt + result.token_ids, len(prompt), logprobs))
+    check_errors(model, served)
+
+
+def check_errors(
+    model: Path, served: Sequence[tuple[Path | None, list[int], int, list[float]]]
+) -> None:
+    """`served`: PEFT's adapter, tokens, the first that is scored, and our log-probabilities."""
     ours, theirs = [], []
-    for name, (oracle, prompt) in prompts.items():
-        exact = pick(peft_logprobs(model, oracle, prompt), prompt)
-        served = [score.logprob for score in (results[name].prompt_logprobs or []) if score]
-        ours.append(torch.tensor(served) - exact)
-        theirs.append(scores_in_bfloat16(model, oracle, prompt) - exact)
+    for oracle, token_ids, first, logprobs in served:
+        exact = pick(peft_logprobs(model, oracle, token_ids), token_ids)[first - 1 :]
+        ours.append(torch.tensor(logprobs) - exact)
+        theirs.append(scores_in_bfloat16(model, oracle, token_ids)[first - 1 :] - exact)
     our_error = torch.cat(ours).square().mean().sqrt()
     their_error = torch.cat(theirs).square().mean().sqrt()
-    print(f"{kind}: error {our_error:.5f}, PEFT's in bfloat16 {their_error:.5f}")
+    print(f"error {our_error:.5f}, PEFT's in bfloat16 {their_error:.5f}")
     assert our_error <= MARGIN * their_error
     for own, peft in zip(ours, theirs, strict=True):
         assert own.abs().max() <= 4 * peft.abs().max() + 0.02
+
+
+def engine_of(model: Path, max_loras: int, **settings: int) -> StepEngine:
+    return StepEngine(
+        model,
+        device="cuda",
+        dtype="bfloat16",
+        block_size=16,
+        gpu_memory_utilization=0.2,
+        max_loras=max_loras,
+        **{"max_num_seqs": 64, "max_num_batched_tokens": 256} | settings,
+    )
