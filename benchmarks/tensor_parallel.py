@@ -39,7 +39,7 @@ from lorakeet.models import llama
 from lorakeet.models.config import parse_config
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.ops import TritonOps
-from lorakeet.models.process_group import ProcessGroup, join
+from lorakeet.models.process_group import ProcessGroup, fits_one_shot, join
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 SUM_ROWS = (1, 8, 32, 128, 256)
@@ -130,7 +130,7 @@ def sums_of(group: ProcessGroup, x: Tensor) -> dict[str, float]:
         return repeated_us(lambda: add_rms_norm(add_up(x), x, x[0], EPS))
 
     found = {"NCCL": then_norm(replace(group, one_shot=None).all_reduce)}
-    if group.one_shot is not None and group.one_shot.takes(x):
+    if group.one_shot is not None and fits_one_shot(x, group.size):
         found["in one shot"] = then_norm(group.one_shot)
     if (box := group.mailbox) is not None and box.takes(x):
         found["in one kernel"] = repeated_us(lambda: all_reduce_add_rms_norm(x, x, x[0], EPS, box))

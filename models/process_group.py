@@ -30,6 +30,12 @@ class ProcessGroupError(Exception):
     """The processes did not all meet in time, or one of them could not take part."""
 
 
+def fits_one_shot(x: Tensor, size: int) -> bool:
+    """Whether `OneShotSum` takes x, of each of `size` ranks."""
+    is_small = x.nbytes * (size - 1) <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
+    return is_small and x.dtype in (torch.float32, torch.bfloat16)
+
+
 class OneShotSum:
     """Sums over GPUs that can read each other's memory, in one kernel: each rank writes its part
     where all can see it, and sums up all parts itself. For some kilobytes a message is all
@@ -40,16 +46,11 @@ class OneShotSum:
         group = dist.group.WORLD
         assert group is not None
         self._group = group.group_name
-        self._num_others = group.size() - 1
         self._shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, group)
 
-    def takes(self, x: Tensor) -> bool:
-        is_small = x.nbytes * self._num_others <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
-        return is_small and x.dtype in (torch.float32, torch.bfloat16)
-
     def __call__(self, x: Tensor) -> Tensor:
-        """x: contiguous."""
+        """x: contiguous, and `fits_one_shot`."""
         shared = self._shared.view(x.dtype)[: x.numel()].view(x.shape)
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self._group)
         return total
@@ -65,7 +66,7 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    one_shot: OneShotSum | None = None  # of `all_reduce`, where it takes x
+    one_shot: OneShotSum | None = None  # of `all_reduce`, where x fits it
     mailbox: Mailbox | None = None  # of `all_reduce_add_rms_norm`, where it takes x
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class ProcessGroup:
         if self.size == 1:
             return x
         x = x.contiguous()
-        if self.one_shot is not None and self.one_shot.takes(x):
+        if self.one_shot is not None and fits_one_shot(x, self.size):
             return self.one_shot(x)
         dist.all_reduce(x)
         return x
