@@ -101,21 +101,26 @@ class ProcessGroup:
 ALONE = ProcessGroup()
 
 
-def listen(address: str = "127.0.0.1:0") -> socket.socket:
+def listen() -> socket.socket:
     """Where ranks can meet: for processes of this host alone, as nothing asks who they are."""
-    host, port = address.split(":")
-    return socket.create_server((host, int(port)))
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def address_of(listener: socket.socket) -> str:
+    """As host:port, for those that come to it."""
+    return "{}:{}".format(*listener.getsockname())
 
 
 def join(
     rank: int,
     size: int,
-    address: str | socket.socket,
+    meeting: socket.socket | str,
     device: torch.device,
     timeout: float,
 ) -> ProcessGroup:
-    """Meet the other ranks at `address` ("host:port"): NCCL on CUDA, gloo on the CPU. Rank 0
-    listens there, or has a socket that does: it is taken over. `device` is this rank's own.
+    """Meet the other ranks: NCCL on CUDA, gloo on the CPU. `device` is this rank's own.
+
+    `meeting`: rank 0 has the socket of `listen`, which is taken over, the others its address.
 
     Raises ProcessGroupError when not all are there after `timeout` seconds.
     """
@@ -128,11 +133,9 @@ def join(
     else:  # not an interface that others reach, which the host's name may stand for
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:
-        if rank == 0 and isinstance(address, str):
-            address = listen(address)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            store=_store(size, address, timeout),
+            store=_store(size, meeting, timeout),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -148,15 +151,15 @@ def join(
     return ProcessGroup(rank, size, one_shot=one_shot, mailbox=mailbox)
 
 
-def _store(size: int, address: str | socket.socket, timeout: float) -> TCPStore:
+def _store(size: int, meeting: socket.socket | str, timeout: float) -> TCPStore:
     """What the ranks tell each other while they meet: rank 0's serves it from its socket."""
     limit = timedelta(seconds=timeout)
-    if isinstance(address, str):
-        host, port = address.split(":")
+    if isinstance(meeting, str):
+        host, port = meeting.split(":")
         return TCPStore(host, int(port), size, timeout=limit)
-    host, number = address.getsockname()
+    host, number = meeting.getsockname()
     return TCPStore(
-        host, number, size, is_master=True, timeout=limit, master_listen_fd=address.detach()
+        host, number, size, is_master=True, timeout=limit, master_listen_fd=meeting.detach()
     )
 
 
