@@ -39,7 +39,7 @@ from lorakeet.models import llama
 from lorakeet.models.config import parse_config
 from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.ops import TritonOps
-from lorakeet.models.process_group import ProcessGroup, join
+from lorakeet.models.process_group import ProcessGroup, address_of, fits_one_shot, join, listen
 
 LLAMA_8B = "meta-llama/Llama-3.1-8B-Instruct"
 SUM_ROWS = (1, 8, 32, 128, 256)
@@ -130,7 +130,7 @@ def sums_of(group: ProcessGroup, x: Tensor) -> dict[str, float]:
         return repeated_us(lambda: add_rms_norm(add_up(x), x, x[0], EPS))
 
     found = {"NCCL": then_norm(replace(group, one_shot=None).all_reduce)}
-    if group.one_shot is not None and group.one_shot.takes(x):
+    if group.one_shot is not None and fits_one_shot(x, group.size):
         found["in one shot"] = then_norm(group.one_shot)
     if (box := group.mailbox) is not None and box.takes(x):
         found["in one kernel"] = repeated_us(lambda: all_reduce_add_rms_norm(x, x, x[0], EPS, box))
@@ -147,7 +147,9 @@ def run_rank(args: argparse.Namespace) -> None:
     device = torch.device("cpu") if args.smoke else torch.device("cuda", args.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = join(args.rank, args.size, args.address, device, JOIN_SECONDS)
+    listener = socket.socket(fileno=args.listener)
+    meeting = listener if args.rank == 0 else address_of(listener)
+    group = join(args.rank, args.size, meeting, device, JOIN_SECONDS)
     vars(decode_step)["graph_of"] = lambda step: graph_of(lambda: group.broadcast(step()))
     context = 40 if args.smoke else args.context
     bench = RankBench(TINY if args.smoke else SHAPES[args.model], device.type, context, group)
@@ -173,17 +175,18 @@ def run_rank(args: argparse.Namespace) -> None:
 
 def measure(size: int, arguments: list[str], env: dict[str, str]) -> Results:
     """Start `size` ranks of this script and wait for their results."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, *arguments, f"--rank={rank}", f"--size={size}", address],
-            stdout=subprocess.PIPE if rank == 0 else None,
-            env=env,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    with listen() as listener:
+        group = f"--size={size}", f"--listener={listener.fileno()}"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *arguments, f"--rank={rank}", *group],
+                stdout=subprocess.PIPE if rank == 0 else None,
+                pass_fds=[listener.fileno()],
+                env=env,
+                text=True,
+            )
+            for rank in range(size)
+        ]
     try:
         while any(rank.poll() is None for rank in ranks):
             if any(rank.poll() for rank in ranks):
@@ -248,9 +251,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", default="32:8", help="the point whose kernels are listed")
     parser.add_argument("--context", type=int, default=320)
     parser.add_argument("--smoke", action="store_true")
-    for name in ("--rank", "--size"):
+    for name in ("--rank", "--size", "--listener"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("address", nargs="?", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = "1,2"
     if args.config is not None:

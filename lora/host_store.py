@@ -5,7 +5,6 @@ again from its folder when it is wanted; only the same content is then taken.
 """
 
 import contextlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -19,12 +18,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, GroupSpec
+from lorakeet.lora.adapter import (
+    Adapter,
+    AdapterError,
+    AdapterId,
+    GroupSpec,
+    ending_only_this_read,
+)
 from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.streams import keeping_nothing
-
-_log = logging.getLogger(__name__)
 
 _NUM_WORKERS = max(4, min(8, (os.cpu_count() or 1) // 2))  # threads that the reads share
 
@@ -265,7 +268,6 @@ class HostStore:
     # --- on a reader thread ---
 
     def _read(self, adapter_id: AdapterId, record: _Record) -> Adapter:
-        """Whatever is wrong ends this read and nothing else."""
         *others, last = record.paths
         for path in others:
             with contextlib.suppress(AdapterError):
@@ -279,14 +281,9 @@ class HostStore:
 
     def _read_folder(self, adapter_id: AdapterId, record: _Record, path: Path) -> Adapter:
         seconds: dict[str, float] = {}
-        try:
+        with ending_only_this_read():
             adapter = self._read_everywhere(adapter_id, path, seconds)
             return self._keep(adapter_id, record, adapter, seconds)
-        except AdapterError:
-            raise
-        except Exception as error:
-            _log.exception("the adapter could not be read")
-            raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
 
     def _read_everywhere(
         self, adapter_id: AdapterId, path: Path, seconds: dict[str, float]

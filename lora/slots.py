@@ -10,12 +10,19 @@ from typing import Literal
 
 from lorakeet.lora.adapter import AdapterId, Slot
 
-_MORE_ROWS = "raise max_loras or lora_memory, or lower max_blend_rank"
-_VOCABULARY = "bytes for embedding and head rows"
+Limit = Literal["rank", "slots", "rows", "vocabulary_bytes"]
 
 
 class PoolError(Exception):
-    """An adapter can never be served by this pool; the message says why."""
+    """An adapter can never be served by this pool: it needs more than there is room for."""
+
+    def __init__(self, limit: Limit, needed: int, room: int) -> None:
+        super().__init__(limit, needed, room)
+        self.limit, self.needed, self.room = limit, needed, room
+
+
+class PinError(PoolError):
+    """An adapter cannot be pinned: others may need more than it would leave room for."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +129,14 @@ class SlotManager:
     def register(
         self, adapter_id: AdapterId, rank: int, pinned: bool, vocabulary_bytes: int = 0
     ) -> None:
-        """Make an adapter known. Raises PoolError if it is too large, or if pinning it would not
-        leave the slots and rows that are reserved, and every vocabulary its memory."""
+        """Make an adapter known. Raises PoolError if it is too large, and PinError if pinning it
+        would not leave the slots and rows that are reserved, and every vocabulary its memory."""
         assert adapter_id not in self._needs
         if self.num_slots < 2 or rank > self.max_rank:
-            raise PoolError(f"rank {rank} is larger than the pool takes, which is {self.max_rank}")
+            raise PoolError("rank", rank, self.max_rank)
         limit = self._vocabulary_bytes - self._pinned_room.vocabulary_bytes
         if vocabulary_bytes > limit:
-            raise PoolError(
-                f"its embedding and head rows take {vocabulary_bytes} bytes, there is room for "
-                f"{limit} (lora_vocabulary_memory)"
-            )
+            raise PoolError("vocabulary_bytes", vocabulary_bytes, limit)
         need = Room(1, rank, vocabulary_bytes)
         if pinned:
             self._check_pin(need)
@@ -140,7 +144,7 @@ class SlotManager:
         self._needs[adapter_id] = need
 
     def set_pinned(self, adapter_id: AdapterId, pinned: bool) -> None:
-        """Pin a known adapter, or let it go again. Raises PoolError as `register` does."""
+        """Pin a known adapter, or let it go again. Raises PinError as `register` does."""
         if pinned == (adapter_id in self._pinned):
             return
         if pinned:
@@ -280,16 +284,12 @@ class SlotManager:
         largest = max((other.vocabulary_bytes for other in self._needs.values()), default=0)
         whole = Room(self.num_slots - 1, self.num_rows, self._vocabulary_bytes)
         left = whole - self._pinned_room - need
-        for num_left, kind, who, num_needed, remedy in (
-            (left.slots, "slots", "a blend", self._reserved_slots, "raise max_loras"),
-            (left.rows, "rank rows", "a blend", self._reserved_rows, _MORE_ROWS),
-            (left.vocabulary_bytes, _VOCABULARY, "one", largest, "raise lora_vocabulary_memory"),
-        ):
-            if num_left < num_needed:
-                raise PoolError(
-                    f"pinning this adapter would leave no room for others: {num_left} {kind} are "
-                    f"left, and {who} of them may need {num_needed} ({remedy})"
-                )
+        if left.slots < self._reserved_slots:
+            raise PinError("slots", self._reserved_slots, left.slots)
+        if left.rows < self._reserved_rows:
+            raise PinError("rows", self._reserved_rows, left.rows)
+        if left.vocabulary_bytes < largest:
+            raise PinError("vocabulary_bytes", largest, left.vocabulary_bytes)
 
     def _settle(self, adapter_id: AdapterId) -> None:
         """What becomes of a slot that is perhaps idle now."""

@@ -30,6 +30,12 @@ class ProcessGroupError(Exception):
     """The processes did not all meet in time, or one of them could not take part."""
 
 
+def fits_one_shot(x: Tensor, size: int) -> bool:
+    """Whether `OneShotSum` takes x, of each of `size` ranks."""
+    is_small = x.nbytes * (size - 1) <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
+    return is_small and x.dtype in (torch.float32, torch.bfloat16)
+
+
 class OneShotSum:
     """Sums over GPUs that can read each other's memory, in one kernel: each rank writes its part
     where all can see it, and sums up all parts itself. For some kilobytes a message is all
@@ -40,16 +46,11 @@ class OneShotSum:
         group = dist.group.WORLD
         assert group is not None
         self._group = group.group_name
-        self._num_others = group.size() - 1
         self._shared = symmetric_memory.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, group)
 
-    def takes(self, x: Tensor) -> bool:
-        is_small = x.nbytes * self._num_others <= _ONE_SHOT_BYTES and x.nbytes % 16 == 0
-        return is_small and x.dtype in (torch.float32, torch.bfloat16)
-
     def __call__(self, x: Tensor) -> Tensor:
-        """x: contiguous."""
+        """x: contiguous, and `fits_one_shot`."""
         shared = self._shared.view(x.dtype)[: x.numel()].view(x.shape)
         total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self._group)
         return total
@@ -65,7 +66,7 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    one_shot: OneShotSum | None = None  # of `all_reduce`, where it takes x
+    one_shot: OneShotSum | None = None  # of `all_reduce`, where x fits it
     mailbox: Mailbox | None = None  # of `all_reduce_add_rms_norm`, where it takes x
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class ProcessGroup:
         if self.size == 1:
             return x
         x = x.contiguous()
-        if self.one_shot is not None and self.one_shot.takes(x):
+        if self.one_shot is not None and fits_one_shot(x, self.size):
             return self.one_shot(x)
         dist.all_reduce(x)
         return x
@@ -100,21 +101,26 @@ class ProcessGroup:
 ALONE = ProcessGroup()
 
 
-def listen(address: str = "127.0.0.1:0") -> socket.socket:
+def listen() -> socket.socket:
     """Where ranks can meet: for processes of this host alone, as nothing asks who they are."""
-    host, port = address.split(":")
-    return socket.create_server((host, int(port)))
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def address_of(listener: socket.socket) -> str:
+    """As host:port, for those that come to it."""
+    return "{}:{}".format(*listener.getsockname())
 
 
 def join(
     rank: int,
     size: int,
-    address: str | socket.socket,
+    meeting: socket.socket | str,
     device: torch.device,
     timeout: float,
 ) -> ProcessGroup:
-    """Meet the other ranks at `address` ("host:port"): NCCL on CUDA, gloo on the CPU. Rank 0
-    listens there, or has a socket that does: it is taken over. `device` is this rank's own.
+    """Meet the other ranks: NCCL on CUDA, gloo on the CPU. `device` is this rank's own.
+
+    `meeting`: rank 0 has the socket of `listen`, which is taken over, the others its address.
 
     Raises ProcessGroupError when not all are there after `timeout` seconds.
     """
@@ -128,11 +134,9 @@ def join(
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
-        if rank == 0 and isinstance(address, str):
-            address = listen(address)
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
-            store=_store(size, address, timeout),
+            store=_store(size, meeting, timeout),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -148,15 +152,15 @@ def join(
     return ProcessGroup(rank, size, one_shot=one_shot, mailbox=mailbox)
 
 
-def _store(size: int, address: str | socket.socket, timeout: float) -> TCPStore:
+def _store(size: int, meeting: socket.socket | str, timeout: float) -> TCPStore:
     """What the ranks tell each other while they meet: rank 0's serves it from its socket."""
     limit = timedelta(seconds=timeout)
-    if isinstance(address, str):
-        host, port = address.split(":")
+    if isinstance(meeting, str):
+        host, port = meeting.split(":")
         return TCPStore(host, int(port), size, timeout=limit)
-    host, number = address.getsockname()
+    host, number = meeting.getsockname()
     return TCPStore(
-        host, number, size, is_master=True, timeout=limit, master_listen_fd=address.detach()
+        host, number, size, is_master=True, timeout=limit, master_listen_fd=meeting.detach()
     )
 
 

@@ -83,8 +83,8 @@ class AdapterTokenizers:
         data = read_file(self._base_folder, TOKENIZER_NAME, MAX_FILE_BYTES)
         config = _parse(data or self._base.to_json())
         self._base_digest = _digest(config)
-        self._base_config = {part: config.get(part) for part in _PIPELINE}
-        self._base_config["model"] = _model_settings(config)
+        pipeline = {part: config.get(part) for part in _PIPELINE}
+        self._base_config = {**pipeline, "model": _model_settings(config)}
 
 
 class _Kept:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError, ending_only_this_read
 from lorakeet.server.adapter_state import Registration
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.catalog import Unloaded
@@ -111,18 +111,20 @@ class VersionReader:
         )
 
     async def profile(self, version: Version) -> Profile:
-        """With its tokenizer. Raises BadRequestError when that was put out of memory, and the
-        folder does not hold it any more."""
+        """With its tokenizer. Raises BadRequestError when that was put out of memory, and cannot be
+        read again from the folder."""
         digest, tokenizers = version.profile.tokenizer_digest, self._tokenizers
         tokenizer = tokenizers.at_hand(digest)
         if tokenizer is None:
             try:
                 tokenizer = await self._in_turn(tokenizers.load_again, version.path, digest)
-            except TextConfigError as error:
+            except (AdapterError, TextConfigError) as error:
                 message = f"The adapter {version.name!r} cannot be used: {error}"
                 raise BadRequestError(message, param="model", code="invalid_adapter") from None
         return version.profile.using(tokenizer)
 
     async def _in_turn(self, function: Callable[..., T], *args: object) -> T:
+        """Raises AdapterError and TextConfigError."""
         async with self._turn:
-            return await in_thread(function, *args)
+            with ending_only_this_read(TextConfigError):
+                return await in_thread(function, *args)

@@ -14,7 +14,7 @@ import msgspec
 
 from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, AdapterNotFoundError
 from lorakeet.lora.host_store import HostStore
-from lorakeet.lora.slots import PoolError
+from lorakeet.lora.slots import PinError, PoolError
 from lorakeet.server.engine.messages import (
     AdapterLoaded,
     AdapterUnloaded,
@@ -26,6 +26,33 @@ from lorakeet.server.engine.messages import (
     UpdateAdapter,
 )
 from lorakeet.server.engine.scheduler import Scheduler
+
+# By what a pin would leave too little of: its name, who of the others may need it, what helps.
+_SHORT_BESIDE_PINS = {
+    "slots": ("slots", "a blend", "raise max_loras"),
+    "rows": ("rank rows", "a blend", "raise max_loras or lora_memory, or lower max_blend_rank"),
+    "vocabulary_bytes": (
+        "bytes for embedding and head rows",
+        "one",
+        "raise lora_vocabulary_memory",
+    ),
+}
+
+
+def refusal(error: PoolError) -> str:
+    """What a client is told."""
+    if isinstance(error, PinError):
+        kind, who, remedy = _SHORT_BESIDE_PINS[error.limit]
+        return (
+            f"pinning this adapter would leave no room for others: {error.room} {kind} are left, "
+            f"and {who} of them may need {error.needed} ({remedy})"
+        )
+    if error.limit == "rank":
+        return f"rank {error.needed} is larger than the pool takes, which is {error.room}"
+    return (
+        f"its embedding and head rows take {error.needed} bytes, there is room for {error.room} "
+        "(lora_vocabulary_memory)"
+    )
 
 
 class HostTier:
@@ -71,7 +98,7 @@ class HostTier:
                 if adapter_id in self._reading:
                     self._moved.add(adapter_id)
             except PoolError as failure:
-                error = str(failure)
+                error = refusal(failure)
         self._send(AdapterUpdated(adapter_id, error))
 
     def unload(self, adapter_id: AdapterId) -> None:
@@ -141,7 +168,8 @@ class HostTier:
         except (AdapterError, PoolError) as error:
             self._host_store.release(adapter_id)
             missing = isinstance(error, AdapterNotFoundError)
-            self._send(LoadFailed(adapter_id, missing, str(error)))
+            message = refusal(error) if isinstance(error, PoolError) else str(error)
+            self._send(LoadFailed(adapter_id, missing, message))
             return
         self._loaded.add(adapter_id)
         self._send(

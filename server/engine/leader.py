@@ -18,7 +18,7 @@ import msgspec
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterError, AdapterId, Slot
-from lorakeet.models.process_group import listen
+from lorakeet.models.process_group import address_of, listen
 from lorakeet.server.engine.process_client import describe_exit
 from lorakeet.server.engine.rank_messages import (
     STAGES,
@@ -76,7 +76,7 @@ class Followers:
         others: list[Stage] = ["starting"] * (settings.tensor_parallel_size - 1)
         self._stages: list[Stage] = ["started", *others]  # by rank
         ranks = range(1, settings.tensor_parallel_size)
-        address = "{}:{}".format(*self.listener.getsockname())
+        address = address_of(self.listener)
         self._followers = [_spawn(settings, model, address, rank) for rank in ranks]
         for follower in self._followers:
             threading.Thread(target=self._listen, args=(follower,), daemon=True).start()

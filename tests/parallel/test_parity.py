@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakeet.models.process_group import ProcessGroup, ProcessGroupError, join
+from lorakeet.models.process_group import ProcessGroup, ProcessGroupError, join, listen
 from support.adapter_kinds import adapters_of_every_kind
 from support.adapters import ALL_LINEAR, make_adapter, peft_logprobs
 from support.blends import logprobs, summed_model
 from support.models import VOCAB_SIZE, tiny_model
 from support.parallel_cases import Blend, ModelCase, make_prompts, run_cases
-from support.ranks import free_port, run_ranks
+from support.ranks import run_ranks
 from support.vocabularies import KINDS as VOCABULARIES
 from support.vocabularies import make_vocabulary_adapter, vocabulary_logprobs
 
@@ -256,10 +256,13 @@ def test_collectives(results: Callable[[int], Results], size: int, dtype: torch.
 
 
 def test_who_waits_for_others_in_vain_is_told() -> None:
-    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ProcessGroupError, match=r"rank 0 of 2 .* within 1 seconds"):
-        join(0, 2, address, torch.device("cpu"), timeout=1)
-    assert join(0, 1, address, torch.device("cpu"), timeout=1) == ProcessGroup()
+        join(0, 2, listen(), torch.device("cpu"), timeout=1)
+
+
+def test_one_rank_meets_nobody() -> None:
+    with listen() as listener:
+        assert join(0, 1, listener, torch.device("cpu"), timeout=1) == ProcessGroup()
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])

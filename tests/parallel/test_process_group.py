@@ -2,7 +2,7 @@
 
 import torch
 
-from lorakeet.models.process_group import OneShotSum
+from lorakeet.models.process_group import fits_one_shot
 from support.agreements import check_by_all
 from support.ranks import run_ranks
 
@@ -14,7 +14,13 @@ def test_what_one_rank_cannot_make_none_has() -> None:
 
 def test_sums_of_one_shot_are_small() -> None:
     """Those in docs/performance.md in which they are faster than NCCL's."""
-    one_shot = object.__new__(OneShotSum)  # without the memory that GPUs share
-    one_shot._num_others = 1
-    rows = {n: one_shot.takes(torch.empty(n, 4096, dtype=torch.bfloat16)) for n in (1, 8, 32, 128)}
-    assert rows == {1: True, 8: True, 32: False, 128: False}
+    most = {size: most_rows(size, 4096) for size in (2, 3, 5)}  # of the others, 64 KiB are read
+    assert most == {2: 8, 3: 4, 5: 2}
+    assert fits_one_shot(torch.empty(4, 4096), 2)
+    assert not fits_one_shot(torch.empty(8, 4096, dtype=torch.float16), 2)
+    assert not fits_one_shot(torch.empty(1, 4097), 2)
+
+
+def most_rows(size: int, columns: int) -> int:
+    fits = [fits_one_shot(torch.empty(n, columns, dtype=torch.bfloat16), size) for n in range(65)]
+    return fits.index(False) - 1

@@ -469,6 +469,51 @@ def test_a_bad_file_is_refused_at_load(
         complete(server, "x", "a")
 
 
+def find_no_memory(*_: Any) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("step", ["read_file", "_parse", "_model_settings", "_load"])
+def test_a_load_that_finds_no_memory_is_refused_alone(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """As one that finds none for the weights."""
+    folder = add_tokens(adapter_folder(tmp_path / "x", 0, vocab_size=GROWN), "<x>")
+    with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
+        body = {"lora_name": "y", "lora_path": str(folder)}
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter_tokenizers, step, find_no_memory)
+            for name, response in (
+                ("y", post(server, "/v1/load_lora_adapter", **body)),
+                ("x", post(server, COMPLETIONS, model="x", prompt="a")),
+            ):
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                why = "cannot be loaded: the adapter could not be read: MemoryError"
+                assert error["message"] == f"The adapter {name!r} {why}"
+                assert error["code"] == "invalid_adapter"
+        assert post(server, "/v1/load_lora_adapter", **body).status_code == 200
+        complete(server, "x", "<x>")
+
+
+def test_a_tokenizer_that_finds_no_memory_again_is_an_error_of_its_requests(
+    toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = with_own_tokenizers(tmp_path, 2)
+    with toy_server(toy_model, adapter_dirs=[tmp_path]) as server:
+        complete(server, first, "a")
+        monkeypatch.setattr(adapter_tokenizers, "MEMORY_BYTES", 0)
+        complete(server, second, "a")
+        server.wait_idle()
+        gc.collect()
+        with monkeypatch.context() as patch:
+            patch.setattr(adapter_tokenizers, "_load", find_no_memory)
+            response = post(server, COMPLETIONS, model=first, prompt="a")
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["code"] == "invalid_adapter"
+        complete(server, first, "a")
+
+
 def test_while_a_tokenizer_is_read_others_run_on(
     toy_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

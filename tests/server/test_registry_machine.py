@@ -36,6 +36,7 @@ ALL_OF_IT = Freed(pool=200, host=1024, cache=21)  # what the toy frees with one 
 
 T = TypeVar("T")
 names, mostly = st.sampled_from(NAMES), st.sampled_from([True, True, True, False])
+folders = st.sampled_from([*FOLDERS])
 some_names = st.lists(st.sampled_from([*ALL_NAMES, "base"]), min_size=1, max_size=2)
 
 
@@ -54,8 +55,9 @@ class Version:
 class RegistryMachine(RuleBasedStateMachine):
     """What a name, an alias and a restart mean; a toy engine that pins one content at most."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(given=st.dictionaries(st.just("a"), folders))
+    def start(self, given: dict[str, str]) -> None:
+        self.given = given  # as --adapter
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp())
         self.model = model_folder(self.folder / "model")
@@ -73,16 +75,20 @@ class RegistryMachine(RuleBasedStateMachine):
         self.runner.run(self.begin())
 
     async def begin(self) -> None:
-        folders: dict[str, Any] = {
+        paths: dict[str, Any] = {
             "adapter_dirs": (self.root,),
             "state_dir": self.folder / "state",
+            "adapters": {name: self.root / folder for name, folder in self.given.items()},
         }
         self.engine = ToyEngine()
         self.server = Server(
-            Settings(model=str(self.model), served_model_name="base", **folders), self.engine
+            Settings(model=str(self.model), served_model_name="base", **paths), self.engine
         )
         self.registry = self.server.registry
         await self.server.start()
+        for name, folder in self.given.items():
+            if name not in self.versions and name not in self.aliases:  # what clients did wins
+                self.versions[name] = Version(folder, pinned=False, is_registered=False)
 
     def attempt(self, work: Coroutine[Any, Any, T], refusal: str | None) -> T | None:
         """The result; None: it is refused with this code."""
@@ -116,7 +122,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     # --- commands ---
 
-    @rule(name=names, folder=st.sampled_from([*FOLDERS]), inplace=mostly, pin=st.booleans())
+    @rule(name=names, folder=folders, inplace=mostly, pin=st.booleans())
     def load(self, name: str, folder: str, inplace: bool, pin: bool) -> None:
         old, new = self.versions.get(name), Version(folder, pin, is_registered=True)
         refusal = None

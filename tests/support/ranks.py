@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from lorakeet.models.process_group import ProcessGroup, join, leave
+from lorakeet.models.process_group import ProcessGroup, address_of, join, leave, listen
 
 _TIMEOUT = 120.0  # seconds; of a run that takes a few
 
@@ -19,23 +19,18 @@ def run_ranks(size: int, work: Callable[..., None], *args: Any, device: str = "c
 
     `work` is a function of a module that a new process can import.
     """
-    context = spawn(  # type: ignore[no-untyped-call]
-        _run, (size, f"127.0.0.1:{free_port()}", device, work, args), nprocs=size, join=False
-    )
+    with listen() as listener:
+        context = spawn(  # type: ignore[no-untyped-call]
+            _run, (size, listener, device, work, args), nprocs=size, join=False
+        )
     while not context.join(_TIMEOUT):
         pass
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(
     rank: int,
     size: int,
-    address: str,
+    listener: socket.socket,
     device: str,
     work: Callable[..., None],
     args: tuple[Any, ...],
@@ -44,7 +39,8 @@ def _run(
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(own)
-    group = join(rank, size, address, own, _TIMEOUT)
+    meeting = listener if rank == 0 else address_of(listener)
+    group = join(rank, size, meeting, own, _TIMEOUT)
     work(CountingGroup(group.rank, group.size, group.one_shot, group.mailbox), *args)
     leave()
 

@@ -16,8 +16,10 @@ from lorakeet.lora import host_store
 from lorakeet.lora.adapter import Adapter, AdapterError
 from lorakeet.lora.peft_files import read_adapter
 from lorakeet.lora.pool import bytes_per_row
+from lorakeet.lora.slots import PinError, PoolError
 from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import load_config
+from lorakeet.server.engine.host_tier import refusal
 from lorakeet.server.engine.inline import InlineEngine
 from lorakeet.server.engine.messages import AdapterState, AddRequest, SamplingParams
 from support.adapters import make_adapter, peft_greedy
@@ -228,7 +230,7 @@ def test_a_pinned_adapter_stays(model: Path, adapters: list[Path]) -> None:
             assert (states(engine)[1].tier, states(engine)[1].in_host) == ("gpu", True)
             assert is_right(model, adapters[0], await ask(engine, 1))
             await engine.update_adapter(2, [str(adapters[1])], pinned=True)
-            with pytest.raises(AdapterError, match="no room"):
+            with pytest.raises(AdapterError, match=r"no room .*\(raise max_loras or lora_memory"):
                 await engine.update_adapter(3, [str(adapters[2])], pinned=True)
             await engine.update_adapter(2, [str(adapters[1])], pinned=False)
             await engine.update_adapter(1, [str(adapters[0])], pinned=False)
@@ -238,6 +240,36 @@ def test_a_pinned_adapter_stays(model: Path, adapters: list[Path]) -> None:
             assert is_right(model, adapters[0], await ask(engine, 1))
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            PinError("slots", 3, 2),
+            "pinning this adapter would leave no room for others: 2 slots are left, and a blend of "
+            "them may need 3 (raise max_loras)",
+        ),
+        (
+            PinError("rows", 12, 11),
+            "pinning this adapter would leave no room for others: 11 rank rows are left, and a "
+            "blend of them may need 12 (raise max_loras or lora_memory, or lower max_blend_rank)",
+        ),
+        (
+            PinError("vocabulary_bytes", 6, 5),
+            "pinning this adapter would leave no room for others: 5 bytes for embedding and head "
+            "rows are left, and one of them may need 6 (raise lora_vocabulary_memory)",
+        ),
+        (PoolError("rank", 9, 8), "rank 9 is larger than the pool takes, which is 8"),
+        (
+            PoolError("vocabulary_bytes", 1001, 1000),
+            "its embedding and head rows take 1001 bytes, there is room for 1000 "
+            "(lora_vocabulary_memory)",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_short_and_what_helps(error: PoolError, words: str) -> None:
+    assert refusal(error) == words
 
 
 @pytest.fixture
