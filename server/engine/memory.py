@@ -31,8 +31,8 @@ WORST_SAMPLING = SamplingRow(
     top_p=0.9,
     min_p=0.1,
     presence_penalty=1.0,
+    frequency_penalty=1.0,
     repetition_penalty=1.1,
-    output_ids=range(1000),
     num_logprobs=MAX_LOGPROBS,
 )
 
