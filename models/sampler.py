@@ -58,6 +58,7 @@ class SamplingBatch:
     temperatures: Tensor | None = None  # (L, 1) float32; None: every row is greedy
     uniforms: Tensor | None = None  # (L, 1) float64 in [0, 1); None: every row is greedy
     greedy: Tensor | None = None  # (L,) bool; None: all rows alike
+    num_ordered: int = 0  # top-k and top-p look at so many of the likeliest tokens; 0: neither used
     top_k: Tensor | None = None  # (L, 1) int64, 1 to vocab
     top_p: Tensor | None = None  # (L, 1) float64
     min_p: Tensor | None = None  # (L, 1) float32
@@ -198,6 +199,7 @@ def build_columns(
         return edits
     top_k = np.where((columns.top_k > 0) & ~greedy, columns.top_k, vocab_size).clip(max=vocab_size)
     top_p, min_p = np.where(greedy, 1.0, columns.top_p), np.where(greedy, 0.0, columns.min_p)
+    filters = (top_k < vocab_size) | (top_p < 1.0)
     values = [
         columns.temperature.clip(min=_GREEDY_BELOW),
         uniform(columns.seed, columns.token_index.astype(np.uint64)),
@@ -213,6 +215,7 @@ def build_columns(
         temperatures=on_device[0].float(),
         uniforms=on_device[1],
         greedy=on_device[2, :, 0].bool() if greedy.any() else None,
+        num_ordered=int(top_k[filters].max(initial=0)),  # all, for top-p without top-k
         top_k=on_device[3].long() if (top_k != vocab_size).any() else None,
         top_p=on_device[4] if (top_p != 1.0).any() else None,
         min_p=on_device[5].float() if (min_p != 0.0).any() else None,
@@ -256,7 +259,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     failed = ~best.isfinite()
     if batch.temperatures is not None and batch.uniforms is not None:
         scaled = (edited - best[:, None]).div_(batch.temperatures)
-        weights = _filter(scaled.masked_fill_(failed[:, None], 0.0), batch)
+        weights = filter_weights(scaled.masked_fill_(failed[:, None], 0.0), batch)
         drawn = _draw(weights, batch.uniforms)
         token_ids = drawn if batch.greedy is None else torch.where(batch.greedy, token_ids, drawn)
     if batch.num_logprobs is None:
@@ -292,27 +295,36 @@ def _weights(scaled: Tensor) -> Tensor:
     return (scaled.exp() * _WEIGHT_ONE).long()
 
 
-def _filter(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """Weights (L, vocab) with zeros for what top-k, top-p and min-p cut off."""
+def filter_weights(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """Weights (L, vocab) int64 of logits whose maximum is 0, with zeros for what top-k, top-p and
+    min-p cut off."""
     weights = _weights(scaled)
-    if batch.top_k is not None or batch.top_p is not None:
-        ordered = scaled.sort(dim=1, descending=True).values
+    if batch.num_ordered:
+        ordered = _likeliest(scaled, batch.num_ordered)
         if batch.top_k is not None:
-            border = ordered.gather(1, batch.top_k - 1)
-            ordered.masked_fill_(ordered < border, -torch.inf)
+            border = ordered.gather(1, batch.top_k.clamp(max=batch.num_ordered) - 1)
+            border.masked_fill_(batch.top_k > batch.num_ordered, -torch.inf)  # no row's filter
+            weights.masked_fill_(scaled < border, 0)
         if batch.top_p is not None:
             mass = _weights(ordered)
             sums = mass.cumsum(dim=1)
-            total = sums[:, -1:]
-            limit = (batch.top_p * total).ceil().long().clamp(min=1)
-            limit = torch.where(batch.top_p < 1, limit, total)
-            # a token stays while those before it fall short of the limit
+            limit = (batch.top_p * weights.sum(dim=1, keepdim=True)).ceil().long().clamp(min=1)
+            # a token stays while those before it fall short of the limit; so do all that tie with
+            # it, even past the ordered ones
             num_kept = (sums - mass < limit).sum(dim=1, keepdim=True)
             border = ordered.gather(1, num_kept - 1)
-        weights.masked_fill_(scaled < border, 0)
+            border.masked_fill_(batch.top_p >= 1, -torch.inf)
+            weights.masked_fill_(scaled < border, 0)
     if batch.min_p is not None:
         weights.masked_fill_(scaled < batch.min_p.log(), 0)
     return weights
+
+
+def _likeliest(scaled: Tensor, count: int) -> Tensor:
+    """The largest values (L, count), in descending order: to sort all takes many times as long."""
+    if count < scaled.shape[1]:
+        return scaled.topk(count, dim=1).values
+    return scaled.sort(dim=1, descending=True).values
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lorakeet.models.sampler import SamplingRow, build, edit_logits, sample, score, uniform
+from lorakeet.models.sampler import (
+    SamplingRow,
+    build,
+    edit_logits,
+    filter_weights,
+    sample,
+    score,
+    uniform,
+)
 
 VOCAB = 37
 GREEDY = SamplingRow(temperature=0.0)
@@ -131,6 +139,41 @@ def test_tokens_tied_at_a_border_are_all_kept() -> None:
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, -9.0])
     for row in (SamplingRow(top_k=2), SamplingRow(top_p=0.5)):
         assert set(np.flatnonzero(distribution(logits, row))) == {0, 1, 2, 3}
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_filters_keep_what_a_sort_of_all_tokens_keeps(data: st.DataObject) -> None:
+    """Logits of few values tie at every border, also past the tokens that are put in order."""
+    vocab = 11
+    rows = [
+        SamplingRow(
+            top_k=data.draw(st.sampled_from([0, 1, 2, 4, vocab])),
+            top_p=data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0])),
+        )
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    value = st.sampled_from([0.0, -0.5, -1.0, -3.0, -torch.inf])
+    logits = torch.tensor([[0.0, *data.draw(st.tuples(*[value] * (vocab - 1)))] for _ in rows])
+    batch = build(rows, vocab)
+    got = filter_weights(logits, batch) > 0
+    for kept, row, own in zip(got, rows, logits.double(), strict=True):
+        ordered, _ = own.sort(descending=True)
+        alive = own >= (ordered[row.top_k - 1] if row.top_k else -torch.inf)
+        masses = own.exp() * alive
+        if row.top_p < 1:
+            limit = row.top_p * masses.sum()
+            borders = [x for x in ordered.tolist() if masses[own > x].sum() < limit]
+            alive &= own >= min(borders, default=0.0)
+        assert kept.tolist() == (alive & own.isfinite()).tolist()
+
+
+def test_top_k_orders_no_more_than_it_needs() -> None:
+    off, few, nucleus = SamplingRow(), SamplingRow(top_k=5, top_p=0.9), SamplingRow(top_p=0.9)
+    assert build([off, replace(few, top_k=3)], VOCAB).num_ordered == 3
+    assert build([off, few, replace(few, temperature=0.0, top_k=9)], VOCAB).num_ordered == 5
+    assert build([few, nucleus], VOCAB).num_ordered == VOCAB
+    assert build([off, off], VOCAB).num_ordered == 0
 
 
 def test_repetition_penalty_as_in_transformers() -> None:
@@ -391,6 +434,8 @@ def test_on_cuda_as_on_the_cpu_without_a_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = sample(on_device, batch)
+        assert batch.penalties is not None
+        batch.penalties.count(got.token_ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # exp differs between devices in its last digit, which may move a border past a draw
