@@ -79,7 +79,7 @@ class SamplingRows:
     def batch(self, rows: Ints, num_columns: int) -> SamplingBatch:
         """How the next token of each row is chosen, from logits with so many columns.
 
-        Afterwards its `penalties` count the tokens that were chosen.
+        Its `penalties`, if there are any, have to count the tokens that are chosen.
         """
         columns = SamplingColumns(
             seed=self._seeds[rows],
