@@ -4,7 +4,7 @@
 
 The model is one whose shape is in benchmarks/shapes.py, or a folder with a config.json. CUDA graphs
 and the working memory of the largest pass are measured at the server's start; here they are an
-allowance.
+allowance, with rank 0's token counts.
 """
 
 import argparse

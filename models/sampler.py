@@ -5,7 +5,7 @@ become integer weights, whose sums are exact in any order: so neither the other 
 the way a device adds can move a border between two tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,17 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lorakeet.models.penalties import Penalties, TokenCounts
+
 _GREEDY_BELOW = 1e-5  # at such a temperature all but exact ties is greedy, in float32
 _WEIGHT_ONE = 2.0**40  # weight of the likeliest token; 2^22 tokens of it still fit an int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRow:
-    """How the next token of one sequence is chosen. Defaults change nothing.
-
-    Presence and frequency penalties count generated tokens (OpenAI); the repetition penalty looks
-    at the prompt too (Hugging Face).
-    """
+    """How the next token of one sequence is chosen. Defaults change nothing."""
 
     seed: int = 0
     token_index: int = 0  # tokens of the sequence generated so far
@@ -38,7 +36,6 @@ class SamplingRow:
     banned_ids: Sequence[int] = ()  # never chosen: stop tokens, until min_tokens are there
     prompt_ids: Sequence[int] = ()  # read for repetition_penalty only
     output_ids: Sequence[int] = ()  # read for the three penalties only
-    has_pending: bool = False  # one more output token is known to the device alone
     num_logprobs: int | None = None  # alternatives to report; 0: only the chosen token
 
 
@@ -55,12 +52,13 @@ class LogitEdits:
 class SamplingBatch:
     """Parameters of L rows on the device; None where no row uses the feature."""
 
-    repetition: LogitEdits | None  # factors; those of the same pair are equal
-    offsets: LogitEdits | None  # penalties, biases, bans: values of the same pair add up
+    penalties: Penalties | None
+    offsets: LogitEdits | None  # biases, bans: values of the same pair add up
     num_logprobs: int | None  # the most any row wants; None: no row wants any
     temperatures: Tensor | None = None  # (L, 1) float32; None: every row is greedy
     uniforms: Tensor | None = None  # (L, 1) float64 in [0, 1); None: every row is greedy
     greedy: Tensor | None = None  # (L,) bool; None: all rows alike
+    num_ordered: int = 0  # top-k and top-p look at so many of the likeliest tokens; 0: neither used
     top_k: Tensor | None = None  # (L, 1) int64, 1 to vocab
     top_p: Tensor | None = None  # (L, 1) float64
     min_p: Tensor | None = None  # (L, 1) float32
@@ -110,11 +108,11 @@ def build(
     rows: Sequence[SamplingRow],
     vocab_size: int,
     device: torch.device | str = "cpu",
-    last_tokens: Tensor | None = None,
+    counts: TokenCounts | None = None,
 ) -> SamplingBatch:
     """Collect the rows' parameters. Token ids outside the vocabulary are ignored.
 
-    `last_tokens`: (L,) int64 on the device, read for rows that have a pending token.
+    `counts`: memory for the rows' tokens; left out, it is taken here.
     """
     columns = SamplingColumns(
         seed=np.array([row.seed % 2**64 for row in rows], np.uint64),
@@ -124,30 +122,76 @@ def build(
         top_p=np.array([row.top_p for row in rows]),
         min_p=np.array([row.min_p for row in rows]),
     )
+    counts = counts or TokenCounts(len(rows), vocab_size, device)
+    for index, row in enumerate(rows):
+        start_row(counts, index, row.prompt_ids, row.output_ids, device)
+    indices = np.arange(len(rows))
+    values = [[row.repetition_penalty, row.presence_penalty, row.frequency_penalty] for row in rows]
+    penalties = build_penalties(counts, indices, indices, np.array(values).T, device)
     wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     num_logprobs = max(wanted) if wanted else None
     edited = dict(enumerate(rows))
-    return build_columns(columns, edited, num_logprobs, vocab_size, device, last_tokens)
+    return build_columns(columns, penalties, edited, num_logprobs, vocab_size, device)
+
+
+def start_row(
+    counts: TokenCounts,
+    row: int,
+    prompt_ids: Sequence[int] | NDArray[np.integer],
+    output_ids: Sequence[int] | NDArray[np.integer],
+    device: torch.device | str = "cpu",
+) -> None:
+    """A new sequence has this row of `counts`. Token ids outside the vocabulary are ignored."""
+    prompt, output = (
+        ids[(ids >= 0) & (ids < counts.vocab_size)]  # an id outside would write elsewhere
+        for ids in (np.array(prompt_ids, np.int64), np.array(output_ids, np.int64))
+    )
+    ids = _to_device(np.concatenate([prompt, output]), device)
+    counts.start(row, ids[: len(prompt)], ids[len(prompt) :])
+
+
+def build_penalties(
+    counts: TokenCounts,
+    rows: NDArray[np.int64],
+    places: NDArray[np.int64],
+    values: NDArray[np.float64],
+    device: torch.device | str = "cpu",
+) -> Penalties | None:
+    """Penalties of the batch's rows `places` (N,), which are `rows` (N,) of `counts`.
+
+    `values`: (3, N), repetition, presence and frequency penalty. None when all change nothing.
+    """
+    used = (values != [[1.0], [0.0], [0.0]]).any(axis=1).tolist()
+    if not any(used):
+        return None
+    on_device = _to_device(values.astype(np.float32), device)[:, :, None]
+    repetition, presence, frequency = (
+        value if is_used else None for value, is_used in zip(on_device, used, strict=True)
+    )
+    indices = _to_device(np.stack([rows, places]), device)
+    return Penalties(
+        counts=counts,
+        rows=indices[0],
+        places=indices[1],
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+    )
 
 
 def build_columns(
     columns: SamplingColumns,
+    penalties: Penalties | None,
     edited: Mapping[int, SamplingRow],
     num_logprobs: int | None,
     vocab_size: int,
     device: torch.device | str = "cpu",
-    last_tokens: Tensor | None = None,
 ) -> SamplingBatch:
-    """The same from columns. `edited`: rows, by index, that may have penalties, biases or bans."""
+    """The same from columns. `edited`: rows, by index, that may have biases or bans."""
     assert vocab_size <= 2**22
-    repetition = _edits(edited, _repetition, vocab_size, device)
-    penalties = _edits(edited, _penalties, vocab_size, device)
-    if any(row.has_pending for row in edited.values()):
-        assert last_tokens is not None
-        repetition, penalties = _count_pending(edited, repetition, penalties, last_tokens)
     edits = SamplingBatch(
-        repetition=repetition,
-        offsets=_join(penalties, _edits(edited, _biases, vocab_size, device)),
+        penalties=penalties,
+        offsets=_biases(edited, vocab_size, device),
         num_logprobs=num_logprobs,
     )
     greedy = columns.temperature < _GREEDY_BELOW
@@ -155,6 +199,7 @@ def build_columns(
         return edits
     top_k = np.where((columns.top_k > 0) & ~greedy, columns.top_k, vocab_size).clip(max=vocab_size)
     top_p, min_p = np.where(greedy, 1.0, columns.top_p), np.where(greedy, 0.0, columns.min_p)
+    filters = (top_k < vocab_size) | (top_p < 1.0)
     values = [
         columns.temperature.clip(min=_GREEDY_BELOW),
         uniform(columns.seed, columns.token_index.astype(np.uint64)),
@@ -170,6 +215,7 @@ def build_columns(
         temperatures=on_device[0].float(),
         uniforms=on_device[1],
         greedy=on_device[2, :, 0].bool() if greedy.any() else None,
+        num_ordered=int(top_k[filters].max(initial=0)),  # all, for top-p without top-k
         top_k=on_device[3].long() if (top_k != vocab_size).any() else None,
         top_p=on_device[4] if (top_p != 1.0).any() else None,
         min_p=on_device[5].float() if (min_p != 0.0).any() else None,
@@ -183,95 +229,29 @@ def _to_device(values: NDArray[np.generic], device: torch.device | str) -> Tenso
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-_Pairs = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, values
-
-
-def _repetition(row: SamplingRow) -> _Pairs | None:
-    if row.repetition_penalty == 1.0:
-        return None
-    ids = np.unique(np.array([*row.prompt_ids, *row.output_ids], dtype=np.int64))
-    return ids, np.full(len(ids), row.repetition_penalty, dtype=np.float32)
-
-
-def _penalties(row: SamplingRow) -> _Pairs | None:
-    if not (row.presence_penalty or row.frequency_penalty):
-        return None
-    seen, counts = np.unique(np.array(row.output_ids, dtype=np.int64), return_counts=True)
-    penalty = row.presence_penalty + row.frequency_penalty * counts
-    return seen, -penalty.astype(np.float32)
-
-
-def _biases(row: SamplingRow) -> _Pairs | None:
-    ids = np.array([*row.logit_bias, *row.banned_ids], dtype=np.int64)
-    values = [*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)]
-    return ids, np.array(values, np.float32)
-
-
-def _count_pending(
-    edited: Mapping[int, SamplingRow],
-    repetition: LogitEdits | None,
-    penalties: LogitEdits | None,
-    last_tokens: Tensor,
-) -> tuple[LogitEdits | None, LogitEdits | None]:
-    """The penalties with those of tokens whose values only the device knows; never syncs."""
-    pending = {index: row for index, row in edited.items() if row.has_pending}
-    values = [
-        [row.repetition_penalty, row.presence_penalty, row.frequency_penalty]
-        for row in pending.values()
-    ]
-    device = last_tokens.device
-    rows = _to_device(np.array([*pending], np.int64), device)
-    factors, presence, frequency = _to_device(np.array(values, np.float32), device).unbind(1)
-    ids = last_tokens[rows]
-    times_seen = torch.zeros_like(last_tokens)
-    if penalties is not None:
-        same = penalties.ids == last_tokens[penalties.rows]
-        times_seen = times_seen.index_add(0, penalties.rows, same.long())
-    is_new = times_seen[rows] == 0
-    own = -(frequency + presence * is_new)
-    return (
-        _join(repetition, LogitEdits(rows, ids, factors)),
-        _join(penalties, LogitEdits(rows, ids, own)),
-    )
-
-
-def _join(one: LogitEdits | None, other: LogitEdits | None) -> LogitEdits | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return LogitEdits(
-        torch.cat([one.rows, other.rows]),
-        torch.cat([one.ids, other.ids]),
-        torch.cat([one.values, other.values]),
-    )
-
-
-def _edits(
-    edited: Mapping[int, SamplingRow],
-    pairs_of: Callable[[SamplingRow], _Pairs | None],
-    vocab_size: int,
-    device: torch.device | str,
+def _biases(
+    edited: Mapping[int, SamplingRow], vocab_size: int, device: torch.device | str
 ) -> LogitEdits | None:
-    all_rows, all_ids, all_values = [], [], []
-    for row, choice in edited.items():
-        pair = pairs_of(choice)
-        if pair is None or pair[0].size == 0:
-            continue
-        inside = (pair[0] >= 0) & (pair[0] < vocab_size)  # an id outside would write elsewhere
-        all_ids.append(pair[0][inside])
-        all_values.append(pair[1][inside])
-        all_rows.append(np.full(inside.sum(), row, dtype=np.int64))
-    if not all_rows:
+    rows, ids, values = [], [], []
+    for index, row in edited.items():
+        own = [*row.logit_bias, *row.banned_ids]
+        rows += [index] * len(own)
+        ids += own
+        values += [*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)]
+    all_ids = np.array(ids, np.int64)
+    inside = (all_ids >= 0) & (all_ids < vocab_size)  # an id outside would write elsewhere
+    if not inside.any():
         return None
-    parts = (np.concatenate(part) for part in (all_rows, all_ids, all_values))
-    return LogitEdits(*(_to_device(part, device) for part in parts))
+    parts = np.array(rows, np.int64), all_ids, np.array(values, np.float32)
+    return LogitEdits(*(_to_device(part[inside], device) for part in parts))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     """One token for each row of `logits` (L, vocab), which stay as they are. Never syncs.
 
-    Order: repetition penalty, other penalties with biases and bans, temperature, top-k, top-p,
-    min-p. Tokens tied at a filter's border are all kept. Log-probabilities are those of the
-    logits as they came.
+    Order: repetition penalty, other penalties, biases and bans, temperature, top-k, top-p, min-p.
+    Tokens tied at a filter's border are all kept. Log-probabilities are those of the logits as they
+    came.
     """
     raw = logits.float()
     edited = edit_logits(raw, batch)
@@ -279,7 +259,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     failed = ~best.isfinite()
     if batch.temperatures is not None and batch.uniforms is not None:
         scaled = (edited - best[:, None]).div_(batch.temperatures)
-        weights = _filter(scaled.masked_fill_(failed[:, None], 0.0), batch)
+        weights = filter_weights(scaled.masked_fill_(failed[:, None], 0.0), batch)
         drawn = _draw(weights, batch.uniforms)
         token_ids = drawn if batch.greedy is None else torch.where(batch.greedy, token_ids, drawn)
     if batch.num_logprobs is None:
@@ -303,10 +283,8 @@ def score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """`logits` (L, vocab) float32 with penalties, biases and bans: a copy, if any row has some."""
-    if (edits := batch.repetition) is not None:
-        old = logits[edits.rows, edits.ids]
-        new = torch.where(old > 0, old / edits.values, old * edits.values)
-        logits = logits.index_put((edits.rows, edits.ids), new)
+    if batch.penalties is not None:
+        logits = batch.penalties.apply(logits)
     if (edits := batch.offsets) is not None:
         logits = logits.index_put((edits.rows, edits.ids), edits.values, accumulate=True)
     return logits
@@ -317,27 +295,36 @@ def _weights(scaled: Tensor) -> Tensor:
     return (scaled.exp() * _WEIGHT_ONE).long()
 
 
-def _filter(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """Weights (L, vocab) with zeros for what top-k, top-p and min-p cut off."""
+def filter_weights(scaled: Tensor, batch: SamplingBatch) -> Tensor:
+    """Weights (L, vocab) int64 of logits whose maximum is 0, with zeros for what top-k, top-p and
+    min-p cut off."""
     weights = _weights(scaled)
-    if batch.top_k is not None or batch.top_p is not None:
-        ordered = scaled.sort(dim=1, descending=True).values
+    if batch.num_ordered:
+        ordered = _likeliest(scaled, batch.num_ordered)
         if batch.top_k is not None:
-            border = ordered.gather(1, batch.top_k - 1)
-            ordered.masked_fill_(ordered < border, -torch.inf)
+            border = ordered.gather(1, batch.top_k.clamp(max=batch.num_ordered) - 1)
+            border.masked_fill_(batch.top_k > batch.num_ordered, -torch.inf)  # no row's filter
+            weights.masked_fill_(scaled < border, 0)
         if batch.top_p is not None:
             mass = _weights(ordered)
             sums = mass.cumsum(dim=1)
-            total = sums[:, -1:]
-            limit = (batch.top_p * total).ceil().long().clamp(min=1)
-            limit = torch.where(batch.top_p < 1, limit, total)
-            # a token stays while those before it fall short of the limit
+            limit = (batch.top_p * weights.sum(dim=1, keepdim=True)).ceil().long().clamp(min=1)
+            # a token stays while those before it fall short of the limit; so do all that tie with
+            # it, even past the ordered ones
             num_kept = (sums - mass < limit).sum(dim=1, keepdim=True)
             border = ordered.gather(1, num_kept - 1)
-        weights.masked_fill_(scaled < border, 0)
+            border.masked_fill_(batch.top_p >= 1, -torch.inf)
+            weights.masked_fill_(scaled < border, 0)
     if batch.min_p is not None:
         weights.masked_fill_(scaled < batch.min_p.log(), 0)
     return weights
+
+
+def _likeliest(scaled: Tensor, count: int) -> Tensor:
+    """The largest values (L, count), in descending order: to sort all takes many times as long."""
+    if count < scaled.shape[1]:
+        return scaled.topk(count, dim=1).values
+    return scaled.sort(dim=1, descending=True).values
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:

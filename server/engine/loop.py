@@ -114,7 +114,7 @@ class EngineLoop:
 
     def _launch(self) -> bool:
         """Start the next step, if there is something to do; True: it gives the device work."""
-        if not (self.scheduler.has_work and self.scheduler.can_schedule):
+        if not self.scheduler.has_work:
             return False
         step = self.scheduler.schedule()
         self._in_flight.append((step, self.runner.launch(step)))

@@ -25,14 +25,13 @@ logger = logging.getLogger(__name__)
 
 MiB = 2**20
 
-# Every step of the sampler at once.
+# Every step of the sampler at once. No top-k: it would spare top-p the sort of all tokens.
 WORST_SAMPLING = SamplingRow(
-    top_k=50,
     top_p=0.9,
     min_p=0.1,
     presence_penalty=1.0,
+    frequency_penalty=1.0,
     repetition_penalty=1.1,
-    output_ids=range(1000),
     num_logprobs=MAX_LOGPROBS,
 )
 

@@ -45,7 +45,6 @@ class Sequence:
         self.token_ids = list(self.request.prompt)
         self.sampling = self.request.sampling
         self.samples = self.sampling.max_tokens > 0  # else its prompt is only scored
-        self._has_penalty = self.sampling.has_penalty
         self.num_prompt_tokens = len(self.token_ids)
         self._max_num_tokens = min(
             self.num_prompt_tokens + self.sampling.max_tokens, self.max_model_len
@@ -59,11 +58,6 @@ class Sequence:
         """Tokens, also ones in flight, that no step computes yet."""
         num_tokens = len(self.token_ids) + self.num_in_flight
         return min(num_tokens, self._num_to_compute) - self.num_computed_tokens
-
-    @property
-    def waits_for_token(self) -> bool:
-        """Penalties count its tokens: the last one may be known to the device alone, no other."""
-        return self._has_penalty and self.num_in_flight > 1
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -34,6 +34,7 @@ from lorakeet.lora.specs import group_specs
 from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
+from lorakeet.models.penalties import TokenCounts
 from lorakeet.models.process_group import ALONE, ProcessGroup
 from lorakeet.models.weights import load_model
 from lorakeet.server.engine import memory
@@ -131,12 +132,13 @@ class Runner:
         return 2 if self.device.type == "cuda" else 1
 
     def memory_by_part(self) -> dict[str, int]:
-        """Bytes of weights, adapter pool, KV cache and CUDA graphs, on this rank."""
+        """Bytes of weights, adapter pool, token counts, KV cache and CUDA graphs, on this rank."""
         block_bytes = kv_block_bytes(self.config, self.cache.block_size, self.dtype, self.group)
         return {
             "weights": sum(weight.nbytes for weight in self.model.parameters()),
             "adapter_pool": self.pool.num_rows * self._row_bytes,
             "adapter_vocabularies": self.vocabulary_bytes,
+            "token_counts": self._token_counts.nbytes,
             "kv_cache": self.cache.num_blocks * block_bytes,
             "graphs": self._graph_bytes,
         }
@@ -202,9 +204,10 @@ class Runner:
             self.device_rows.set_last_tokens(rows, token_ids)
             self.rows.expect_tokens(sampling_rows)
             return PassOutputs()
-        before = self.device_rows.last_tokens[rows]
-        batch = self.sampling.batch(sampling_rows, logits.shape[1], before)
+        batch = self.sampling.batch(sampling_rows, logits.shape[1])
         output = sampler.sample(logits, batch)
+        if batch.penalties is not None:
+            batch.penalties.count(output.token_ids)
         self.device_rows.set_last_tokens(rows, self.group.broadcast(output.token_ids))
         together = Samples(
             rows=sampling_rows,
@@ -292,6 +295,8 @@ class Runner:
         max_len = settings.max_model_len or self.config.max_position_embeddings
         max_len = max(max_len, settings.max_num_batched_tokens)  # of the worst pass
         self.device_rows = self._make_device_rows(max_len)
+        num_counted = 0 if self.group.rank else settings.max_num_seqs  # rank 0 alone samples
+        self._token_counts = TokenCounts(num_counted, self.config.vocab_size, self.device)
         self._graph_bytes = 0
         if self.device.type == "cuda":
             self.model.bind_kv_cache(allocate(1))  # all that the trial passes write goes there
@@ -312,7 +317,7 @@ class Runner:
         self.model.bind_kv_cache(self.cache)
         self.rows = SequenceRows(settings.max_num_seqs, self.max_model_len, block_size)
         self.device_rows = self._make_device_rows(self.max_model_len)
-        self.sampling = SamplingRows(self.rows, self.device)
+        self.sampling = SamplingRows(self.rows, self._token_counts, self.device)
 
     def _least(self, value: int) -> int:
         """The smallest of all ranks' values: what all have room for."""
@@ -359,9 +364,15 @@ class Runner:
         lora = full_lora_batch(slots, self.pool, body_groups(self.pool))
         hidden = self._run_model(arrays, lora, self.pool.vocabularies.for_embedding(slots))
         logits = self._logits(hidden[:num_rows], slots[:num_rows])
-        choices = [memory.WORST_SAMPLING] * num_rows
-        sampler.sample(logits, sampler.build(choices, logits.shape[1], self.device))
+        if self.group.rank == 0:
+            self._worst_sampling(logits)
         del logits
         self._score(hidden, slots, np.zeros(len(hidden), np.int64), memory.MAX_LOGPROBS)
         for slot in own_slots:
             self.pool.clear_vocabulary(slot)
+
+    def _worst_sampling(self, logits: Tensor) -> None:
+        self._token_counts.widen(logits.shape[1])
+        rows = [memory.WORST_SAMPLING] * len(logits)
+        batch = sampler.build(rows, logits.shape[1], self.device, self._token_counts)
+        sampler.sample(logits, batch)

@@ -5,13 +5,15 @@ import secrets
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from lorakeet.models.penalties import Penalties, TokenCounts
 from lorakeet.models.sampler import (
     SamplingBatch,
     SamplingColumns,
     SamplingRow,
     build_columns,
+    build_penalties,
+    start_row,
 )
 from lorakeet.server.engine.inputs import Ints, SequenceRows
 from lorakeet.server.engine.step import NewSequence
@@ -22,11 +24,13 @@ _ENGINE_SEED = secrets.randbits(62)  # for requests without a seed
 class SamplingRows:
     """How the next tokens of the rows of `sequences` are chosen: a column for each parameter.
 
-    Only rows that edit logits need work of their own in a step.
+    Only rows with biases or bans need work of their own in a step. `counts`: what penalties know of
+    the same rows.
     """
 
-    def __init__(self, sequences: SequenceRows, device: torch.device) -> None:
+    def __init__(self, sequences: SequenceRows, counts: TokenCounts, device: torch.device) -> None:
         self._sequences = sequences
+        self._counts = counts
         self._device = device
         num_rows = len(sequences.slots)
         self._num_prompt = np.zeros(num_rows, np.int64)
@@ -36,6 +40,9 @@ class SamplingRows:
         self._top_p = np.zeros(num_rows)
         self._min_p = np.zeros(num_rows)
         self._num_logprobs = np.zeros(num_rows, np.int64)  # -1: none are wanted
+        self._penalties = np.zeros((3, num_rows))  # repetition, presence, frequency
+        self._has_penalty = np.zeros(num_rows, np.bool_)
+        self._is_counted = np.zeros(num_rows, np.bool_)  # `counts` know its tokens
         self._edits = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
 
@@ -51,7 +58,14 @@ class SamplingRows:
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._edits[row] = params.has_penalty or params.logit_bias or params.min_tokens
+        self._penalties[:, row] = (
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._has_penalty[row] = params.has_penalty
+        self._is_counted[row] = False
+        self._edits[row] = params.logit_bias or params.min_tokens
         self._scores_prompt[row] = params.prompt_logprobs is not None
 
     def scores_prompt(self, rows: Ints) -> NDArray[np.bool_]:
@@ -62,10 +76,10 @@ class SamplingRows:
         """How many alternatives each row wants reported; -1: not even its own log-probability."""
         return self._num_logprobs[rows]
 
-    def batch(self, rows: Ints, num_columns: int, last_tokens: Tensor) -> SamplingBatch:
+    def batch(self, rows: Ints, num_columns: int) -> SamplingBatch:
         """How the next token of each row is chosen, from logits with so many columns.
 
-        `last_tokens`: (L,) int64 on the device, each row's token sampled last.
+        Its `penalties`, if there are any, have to count the tokens that are chosen.
         """
         columns = SamplingColumns(
             seed=self._seeds[rows],
@@ -80,31 +94,41 @@ class SamplingRows:
             for index in np.flatnonzero(self._edits[rows]).tolist()
         }
         wanted = int(self._num_logprobs[rows].max())
-        num_logprobs = None if wanted < 0 else wanted
-        return build_columns(columns, edited, num_logprobs, num_columns, self._device, last_tokens)
+        return build_columns(
+            columns,
+            self._penalties_of(rows, num_columns),
+            edited,
+            None if wanted < 0 else wanted,
+            num_columns,
+            self._device,
+        )
+
+    def _penalties_of(self, rows: Ints, num_columns: int) -> Penalties | None:
+        places = np.flatnonzero(self._has_penalty[rows])
+        if places.size == 0:
+            return None
+        rows = rows[places]
+        self._counts.widen(num_columns)
+        for row in rows[~self._is_counted[rows]].tolist():
+            self._count_known(row)
+        values = self._penalties[:, rows]
+        return build_penalties(self._counts, rows, places, values, self._device)
+
+    def _count_known(self, row: int) -> None:
+        """Before its first token here, the host knows all of them; later ones the device counts."""
+        known = self._sequences.token_ids[row, : self._sequences.num_tokens[row]]
+        prompt, output = np.split(known, [self._num_prompt[row]])
+        start_row(self._counts, row, prompt, output, self._device)
+        self._is_counted[row] = True
 
     def _edited_row(self, row: int) -> SamplingRow:
-        """Penalties, biases and bans. With penalties, at most the row's last token is in flight."""
+        """Biases and bans."""
         sequence = self._sequences.sequences[row]
         params = sequence.sampling
-        num_tokens = int(self._sequences.num_tokens[row])
-        num_prompt = sequence.num_prompt_tokens
+        num_output = int(self._sequences.num_tokens[row] - self._num_prompt[row])
         banned: tuple[int, ...] = ()
-        if num_tokens - num_prompt < params.min_tokens:
+        if num_output < params.min_tokens:
             banned = params.stop_token_ids
             if not params.ignore_eos:
                 banned += sequence.eos_token_ids
-        known = self._sequences.token_ids[row, :num_tokens].tolist() if params.has_penalty else []
-        has_pending = bool(known) and known[-1] < 0
-        known = known[:-1] if has_pending else known
-        assert min(known, default=0) >= 0, "a token that a penalty counts is still in flight"
-        return SamplingRow(
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=params.logit_bias,
-            banned_ids=banned,
-            prompt_ids=known[:num_prompt],
-            output_ids=known[num_prompt:],
-            has_pending=has_pending,
-        )
+        return SamplingRow(logit_bias=params.logit_bias, banned_ids=banned)

@@ -93,11 +93,6 @@ class Scheduler:
         changes = self._released or slots.num_loading or slots.num_to_clear
         return bool(self._waiting or self._running or changes)
 
-    @property
-    def can_schedule(self) -> bool:
-        """False: the next step needs a token that a step in flight samples; apply that first."""
-        return not any(sequence.waits_for_token for sequence in self._running.values())
-
     # --- commands ---
 
     def add_adapter(

@@ -151,7 +151,13 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01}, {"logprobs": 3}],
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.1},
+        {"logprobs": 3},
+    ],
 )
 def test_a_launch_never_waits_for_the_device(
     files: tuple[Path, list[Path | None]],

@@ -19,7 +19,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lorakeet.models.sampler import SamplingRow, build, edit_logits, sample, score, uniform
+from lorakeet.models.sampler import (
+    SamplingRow,
+    build,
+    edit_logits,
+    filter_weights,
+    sample,
+    score,
+    uniform,
+)
 
 VOCAB = 37
 GREEDY = SamplingRow(temperature=0.0)
@@ -84,7 +92,7 @@ def test_all_greedy_rows_are_one_argmax() -> None:
     logits = random_logits(5)
     batch = build([GREEDY] * 5, VOCAB)
     assert batch.temperatures is None
-    assert batch.repetition is None
+    assert batch.penalties is None
     assert batch.offsets is None
     out = sample(logits, batch)
     assert out.token_ids.tolist() == logits.argmax(dim=1).tolist()
@@ -133,6 +141,41 @@ def test_tokens_tied_at_a_border_are_all_kept() -> None:
         assert set(np.flatnonzero(distribution(logits, row))) == {0, 1, 2, 3}
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_filters_keep_what_a_sort_of_all_tokens_keeps(data: st.DataObject) -> None:
+    """Logits of few values tie at every border, also past the tokens that are put in order."""
+    vocab = 11
+    rows = [
+        SamplingRow(
+            top_k=data.draw(st.sampled_from([0, 1, 2, 4, vocab])),
+            top_p=data.draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 1.0])),
+        )
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    value = st.sampled_from([0.0, -0.5, -1.0, -3.0, -torch.inf])
+    logits = torch.tensor([[0.0, *data.draw(st.tuples(*[value] * (vocab - 1)))] for _ in rows])
+    batch = build(rows, vocab)
+    got = filter_weights(logits, batch) > 0
+    for kept, row, own in zip(got, rows, logits.double(), strict=True):
+        ordered, _ = own.sort(descending=True)
+        alive = own >= (ordered[row.top_k - 1] if row.top_k else -torch.inf)
+        masses = own.exp() * alive
+        if row.top_p < 1:
+            limit = row.top_p * masses.sum()
+            borders = [x for x in ordered.tolist() if masses[own > x].sum() < limit]
+            alive &= own >= min(borders, default=0.0)
+        assert kept.tolist() == (alive & own.isfinite()).tolist()
+
+
+def test_top_k_orders_no_more_than_it_needs() -> None:
+    off, few, nucleus = SamplingRow(), SamplingRow(top_k=5, top_p=0.9), SamplingRow(top_p=0.9)
+    assert build([off, replace(few, top_k=3)], VOCAB).num_ordered == 3
+    assert build([off, few, replace(few, temperature=0.0, top_k=9)], VOCAB).num_ordered == 5
+    assert build([few, nucleus], VOCAB).num_ordered == VOCAB
+    assert build([off, off], VOCAB).num_ordered == 0
+
+
 def test_repetition_penalty_as_in_transformers() -> None:
     logits = random_logits(2, seed=4)
     prompt, output = [3, 3, 8, 1], [5, 8, 20]
@@ -140,10 +183,9 @@ def test_repetition_penalty_as_in_transformers() -> None:
         torch.tensor([prompt + output]), logits[:1].clone()
     )
     row = replace(GREEDY, repetition_penalty=1.7, prompt_ids=prompt, output_ids=output)
-    batch = build([row, replace(row, repetition_penalty=1.0)], VOCAB)
-    assert torch.equal(edited(logits, [row, GREEDY])[0], want[0])
-    assert batch.repetition is not None
-    assert set(batch.repetition.rows.tolist()) == {0}
+    got = edited(logits, [row, replace(row, repetition_penalty=1.0)])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], logits[1])
 
 
 def edited(logits: torch.Tensor, rows: list[SamplingRow]) -> torch.Tensor:
@@ -162,36 +204,6 @@ def test_presence_and_frequency_penalties_count_generated_tokens_only() -> None:
     want = logits.clone()
     want[0, [7, 9, 3]] -= torch.tensor([0.5 + 2 * 0.25, 0.75, 0.75])
     assert torch.allclose(edited(logits, [row]), want, atol=1e-6)
-
-
-@settings(deadline=None)
-@given(data=st.data())
-def test_a_pending_token_counts_as_if_it_were_known(data: st.DataObject) -> None:
-    """Its value is on the device alone: new among the tokens or not, in the prompt or not."""
-    ids = st.integers(0, 5)
-    penalty = st.sampled_from([0.0, 0.5, -0.25])
-    known = [
-        SamplingRow(
-            presence_penalty=data.draw(penalty),
-            frequency_penalty=data.draw(penalty),
-            repetition_penalty=data.draw(st.sampled_from([1.0, 1.5])),
-            logit_bias=data.draw(st.dictionaries(ids, st.sampled_from([2.0, -1.0]), max_size=2)),
-            prompt_ids=data.draw(st.lists(ids, max_size=3)),
-            output_ids=data.draw(st.lists(ids, min_size=1, max_size=4)),
-        )
-        for _ in range(3)
-    ]
-    is_pending = data.draw(st.tuples(*[st.booleans()] * 3))
-    pending = [
-        replace(row, output_ids=row.output_ids[:-1], has_pending=True) if hidden else row
-        for row, hidden in zip(known, is_pending, strict=True)
-    ]
-    last_tokens = torch.tensor([row.output_ids[-1] for row in known])
-    logits = torch.randn((3, 6), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(
-        edit_logits(logits, build(pending, 6, last_tokens=last_tokens)),
-        edit_logits(logits, build(known, 6)),
-    )
 
 
 def test_logit_bias_as_in_transformers() -> None:
@@ -422,6 +434,8 @@ def test_on_cuda_as_on_the_cpu_without_a_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = sample(on_device, batch)
+        assert batch.penalties is not None
+        batch.penalties.count(got.token_ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # exp differs between devices in its last digit, which may move a border past a draw

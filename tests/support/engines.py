@@ -118,7 +118,7 @@ class StepEngine:
         """As `EngineLoop._step`, with `depth` steps in flight. Leaves time for a copy to a slot
         when it has nothing else to do."""
         has_launched = False
-        if self.scheduler.has_work and self.scheduler.can_schedule:
+        if self.scheduler.has_work:
             step = self.scheduler.schedule()
             self._in_flight.append((step, self.runner.launch(step)))
             has_launched = bool(step.sequences)

@@ -139,7 +139,6 @@ class _Known:
     tokens: list[int]
     blocks: list[int]
     num_computed: int
-    sampled_by: list[Step] = field(default_factory=list)  # its tokens since it came with `new`
 
 
 class ToyRunner:
@@ -191,7 +190,6 @@ class ToyRunner:
             context = self._compute(chunk, scores)
             if chunk.samples:
                 sampled.append(self._sample(chunk.seq_id, context))
-                self.known[chunk.seq_id].sampled_by.append(step)
         return StepResult(tuple(sampled), scores, loaded, load_errors=errors)
 
     def value_in(self, slot: Slot) -> int:
@@ -274,9 +272,6 @@ class ToyRunner:
         assert len(known.blocks) == -(-end // size)
         asks = known.new.sampling.max_tokens > 0
         assert chunk.samples == (end == len(known.tokens) and asks)
-        if chunk.samples and known.new.sampling.has_penalty:
-            unknown = [step for step in known.sampled_by[:-1] if step in self._in_flight]
-            assert not unknown, "the device knows the last token alone"
         written = set(known.blocks[chunk.start // size :])
         for seq_id, other in self.known.items():
             assert seq_id == chunk.seq_id or not written & set(other.blocks), "a shared block"
@@ -389,7 +384,7 @@ class ToyEngine:
     def step(self, in_flight: Callable[[], None] = lambda: None) -> Step:
         """One step; `in_flight` is called between schedule and apply."""
         step = Step()
-        if self.scheduler.has_work and self.scheduler.can_schedule:
+        if self.scheduler.has_work:
             step = self.schedule()
         in_flight()
         if self.flying and not (step.sequences and len(self.flying) < self.depth):

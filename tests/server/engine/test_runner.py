@@ -128,10 +128,14 @@ def test_prefix_hits_change_nothing_and_never_cross_adapters(files: Files) -> No
             assert result.token_ids == peft_greedy(files.model, files.adapters[adapter], prompt, 8)
 
 
-def test_preempted_sequences_end_as_if_alone(files: Files) -> None:
+@pytest.mark.parametrize("depth", [1, 3])
+def test_preempted_sequences_end_as_if_alone(files: Files, depth: int) -> None:
+    """With steps in flight too, whose tokens only the device knows."""
+
     def run(kv_tokens: int, names: list[str]) -> StepEngine:
         bytes_per_token = 2 * 3 * 2 * 16 * 4
-        engine = engine_with_adapters(files, cpu_kv_memory=kv_tokens * bytes_per_token)
+        memory_size = kv_tokens * bytes_per_token
+        engine = engine_with_adapters(files, cpu_kv_memory=memory_size, depth=depth)
         for index, name in enumerate(names):
             # seeded, unseeded greedy and penalised rows, in the same batch
             sampling = [
