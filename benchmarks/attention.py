@@ -85,8 +85,8 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """The best alternative's time over ours."""
-        return min(self.others_us.values()) / self.us
+        """The best alternative's time over ours; NaN if none has run."""
+        return min(self.others_us.values(), default=math.nan) / self.us
 
 
 def first_line(error: Exception) -> str:

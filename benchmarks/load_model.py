@@ -5,10 +5,10 @@
 
 Writes random weights once (16 GB; less with fewer layers). Then it reads the files' bytes without
 looking at them, a few files at a time; loads the model on the GPU, or the CPU where there is none;
-and starts `lorakeet serve` on the folder, until /health answers. The page cache is told to drop
-the files before each of the three, so that they come from the disk; where it keeps them all the
-same (files in memory, some virtual machines), the output says so. The last line: the time of
-loading over that of reading.
+and starts `lorakeet serve` on the folder, until /health answers ("ready after"). The page cache is
+told to drop the files before each of the three, so that they come from the disk; where it keeps
+them all the same (files in memory, some virtual machines), the output says so. The last line: the
+time of loading over that of reading.
 """
 
 import argparse
@@ -136,8 +136,8 @@ def main() -> None:
         is_dropped &= drop_from_cache(model)
         loading = load(model, device)
         is_dropped &= drop_from_cache(model)
-        options = ["--device", device, "--max-model-len", "4096"]
-        with served(model, options, root / "server.log", args.port, load_format="auto"):
+        log = root / "server.log"
+        with served(model, ["--device", device], log, args.port, load_format="auto"):
             pass
     source = "the disk" if is_dropped else "the page cache, which keeps the files,"
     print(f"{size / 1e9:.2f} GB; {source} gives {size / reading / 1e9:.2f} GB/s", end="; ")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-CASES = ("decode 1 x 33", "decode 5 x 300", "prefill 2 x 50")
+CASES = ("decode 1 x 33", "decode 5 x 100", "prefill 2 x 50")
 
 
 @pytest.fixture
