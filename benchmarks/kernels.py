@@ -35,7 +35,6 @@ from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
 from lorakeet.kernels.lora_linear import lora_linear
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
-from lorakeet.kernels.paged_attention import paged_attention
 from lorakeet.lora.adapter import GroupSpec
 from lorakeet.lora.pool import LayerWeights
 
@@ -49,7 +48,7 @@ class Case:
 
     name: str
     ours: Callable[[int], Tensor | None]
-    loop: Callable[[int], Tensor | None] | None
+    loop: Callable[[int], Tensor | None]
     num_bytes: float
     flops: float
 
@@ -59,7 +58,7 @@ class Result:
     name: str
     us: float
     floor_us: float
-    loop_us: float | None
+    loop_us: float
 
 
 class Kernels:
@@ -108,7 +107,6 @@ class Kernels:
             is_gated = spec.name == "gate_up_proj"
             yield self.silu_mul(spec, prefill) if is_gated else self.expand(spec, prefill)
         yield self.embedding(self.mix(self.few, self.few))
-        yield self.attention()
 
     def linear(self, spec: GroupSpec, mix: Mix) -> Case:
         base, weights = self.base_weights(spec), self.weights(spec)
@@ -227,32 +225,12 @@ class Kernels:
         flops = 2 * mix.size * RANK * hidden
         return Case(f"embedding_lora {mix}", ours, in_torch, values * self.width, flops)
 
-    def attention(self) -> Case:
-        """Decode. No adapter is in it, so there is no loop."""
-        config, layers = self.bench.config, self.bench.model.model.layers
-        batch = self.bench.batch(self.few, np.zeros(self.few, np.int32))
-        caches = [layer.self_attn.cache for layer in layers]
-        q = self.random(self.few, config.num_attention_heads, config.head_dim)
-
-        def ours(i: int) -> Tensor:
-            return paged_attention(
-                q[i], caches[i].keys, caches[i].values, batch.query_starts, batch.context_lens,
-                batch.block_tables, batch.num_decodes, 1, batch.max_context_len,
-                config.head_dim**-0.5,
-            )  # fmt: skip
-
-        keys = int(batch.context_lens.sum())
-        values = 2 * keys * config.kv_size + 2 * q[0].numel()
-        name = f"attention decode {self.few}, context {self.bench.context}"
-        return Case(name, ours, None, values * self.width, 4 * keys * config.q_size)
-
     # --- measuring ---
 
     def measure(self, case: Case, ceilings: Ceilings) -> Result:
         with torch.inference_mode():
             self.check(case)
-            us, loop_us = (None if run is None else self.us(run) for run in (case.ours, case.loop))
-        assert us is not None
+            us, loop_us = self.us(case.ours), self.us(case.loop)
         return Result(case.name, us, ceilings.seconds(case.num_bytes, case.flops) * 1e6, loop_us)
 
     def us(self, run: Callable[[int], object]) -> float:
@@ -265,8 +243,6 @@ class Kernels:
         return median_ms(graph_of(all_layers), 10) * 1e3 / self.num_layers
 
     def check(self, case: Case) -> None:
-        if case.loop is None:
-            return
         ours, expected = case.ours(0), case.loop(0)
         if ours is not None and expected is not None:
             total = ours.float().sum(0) if ours.dim() == 3 else ours.float()  # it came in parts
@@ -280,12 +256,10 @@ def row_values(spec: GroupSpec) -> int:
 
 
 def print_result(result: Result) -> None:
-    loop = ""
-    if result.loop_us is not None:
-        loop = f"{result.loop_us:10.1f}  {result.loop_us / result.us:8.2f}"
     print(
         f"{result.name:<34}  {result.us:8.1f}  {result.floor_us:8.1f}  "
-        f"{result.us / result.floor_us:8.2f}  {loop}",
+        f"{result.us / result.floor_us:8.2f}  {result.loop_us:10.1f}  "
+        f"{result.loop_us / result.us:8.2f}",
         flush=True,
     )
 
@@ -311,7 +285,7 @@ def main() -> None:
     if args.json:
         rows = [asdict(result) for result in results]
         args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "cases": rows}, indent=1))
-    gains = [math.log(r.loop_us / r.us) for r in results if r.loop_us is not None]
+    gains = [math.log(r.loop_us / r.us) for r in results]
     print(f"faster than the loop, geometric mean: {math.exp(sum(gains) / len(gains)):.2f}")
 
 

@@ -1,4 +1,4 @@
-"""A `lorakeet serve` of dummy weights as a process of its own, and who asks it. Not a command."""
+"""A `lorakeet serve` as a process of its own, and who asks it. Not a command."""
 
 import asyncio
 import signal
@@ -21,9 +21,11 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def served(model: Path, options: Sequence[str], log: Path, port: int) -> Iterator[str]:
+def served(
+    model: Path, options: Sequence[str], log: Path, port: int, load_format: str = "dummy"
+) -> Iterator[str]:
     """The URL of a server that is ready; it is ended at the end. Its output goes to `log`."""
-    command = [*LORAKEET, "serve", str(model), "--load-format", "dummy", "--port", str(port)]
+    command = [*LORAKEET, "serve", str(model), "--load-format", load_format, "--port", str(port)]
     command += ["--served-model-name", BASE, *options]
     url, started = f"http://127.0.0.1:{port}", time.perf_counter()
     with log.open("wb") as output:
