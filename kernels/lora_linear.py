@@ -257,6 +257,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         total += total * tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if first_row < count:
         weights = tl.where(used[:, None], ahead, 0.0)
+        # Whom this waits for is at work: a GPU starts programs in the order of their numbers, so
+        # the shrink's, which are the first and wait for nobody, have all begun.
         while tl.atomic_add(arrivals, 0, sem="acquire") < tl.cdiv(count, BLOCK_R) * SLICES:
             pass
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
