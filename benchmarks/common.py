@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, pack, unpack
-from lorakeet.lora.batch import MIN_ROOM, LoRABatch, LoRAForwardBatch
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows, SlotRows, list_rank_rows, pack, unpack
+from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.specs import group_specs

@@ -23,12 +23,11 @@ from lorakeet.kernels.lora_tiles import (
     store_h,
     sum_parts,
 )
-from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows
 from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
 
 MAX_TOKENS = 128
-MAX_SPLITS = 4
-MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
+_MAX_SPLITS = MIN_ROOM // ROWS_AT_ONCE  # each reads its first rows ahead
 _MIN_TOKENS = 16  # of a tile: what a product takes at least
 _ALIGNMENT = 16  # bytes, of rows that are copied in tiles
 _SHRINK_PROGRAMS = 128
@@ -324,7 +323,7 @@ def lora_linear(
     tiles = linear_tiles(block_m, output_size, x.itemsize, shared_memory_of(x.device))
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
-    splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))
+    splits = max(1, min(_MAX_SPLITS, round(_PROGRAMS / column_tiles)))
     split_size = triton.cdiv(triton.cdiv(input_size, splits), tiles.inputs) * tiles.inputs
     shape = (num_tokens, output_size) if splits == 1 else (splits, num_tokens, output_size)
     dtype = x.dtype if splits == 1 else torch.float32

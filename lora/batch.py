@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import (
+    MIN_ROOM,
     Ints,
     RankRowArrays,
     RankRows,
@@ -25,7 +26,6 @@ from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
 
 HEAD = "lm_head"
-MIN_ROOM = 256  # rows that a list always has room for: kernels read ahead
 
 _T = TypeVar("_T")
 
