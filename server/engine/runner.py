@@ -115,7 +115,9 @@ class Runner:
         self.vocabulary_bytes = self._least(
             memory.vocabulary_bytes(settings, self.config, self.dtype, self.device)
         )
-        wrap_model(self.model, self.pool, make_backend(self.device))
+        most_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)  # the graphs' too
+        backend = make_backend(self.pool, most_tokens, settings.max_loras)
+        wrap_model(self.model, self.pool, backend)
         self._loads = SlotLoads(self.pool, self.host_store)
         self._logits_batch = empty_batch(self.device)
         self.graphs: PassGraphs | None = None
