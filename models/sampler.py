@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lorakeet.models.transfer import upload
+
 _GREEDY_BELOW = 1e-5  # at such a temperature all but exact ties is greedy, in float32
 _WEIGHT_ONE = 2.0**40  # weight of the likeliest token; 2^22 tokens of it still fit an int64
 
@@ -164,7 +166,7 @@ def build_columns(
         min_p,
     ]
     # float64 holds them all exactly, so that one copy moves them
-    on_device = _to_device(np.stack(values).astype(np.float64), device)[:, :, None]
+    on_device = upload(np.stack(values).astype(np.float64), device)[:, :, None]
     return replace(
         edits,
         temperatures=on_device[0].float(),
@@ -174,13 +176,6 @@ def build_columns(
         top_p=on_device[4] if (top_p != 1.0).any() else None,
         min_p=on_device[5].float() if (min_p != 0.0).any() else None,
     )
-
-
-def _to_device(values: NDArray[np.generic], device: torch.device | str) -> Tensor:
-    tensor = torch.from_numpy(values)
-    if torch.device(device).type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 _Pairs = tuple[NDArray[np.int64], NDArray[np.float32]]  # token ids, values
@@ -220,8 +215,8 @@ def _count_pending(
         for row in pending.values()
     ]
     device = last_tokens.device
-    rows = _to_device(np.array([*pending], np.int64), device)
-    factors, presence, frequency = _to_device(np.array(values, np.float32), device).unbind(1)
+    rows = upload(np.array([*pending], np.int64), device)
+    factors, presence, frequency = upload(np.array(values, np.float32), device).unbind(1)
     ids = last_tokens[rows]
     times_seen = torch.zeros_like(last_tokens)
     if penalties is not None:
@@ -263,7 +258,7 @@ def _edits(
     if not all_rows:
         return None
     parts = (np.concatenate(part) for part in (all_rows, all_ids, all_values))
-    return LogitEdits(*(_to_device(part, device) for part in parts))
+    return LogitEdits(*(upload(part, device) for part in parts))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:

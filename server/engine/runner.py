@@ -35,14 +35,13 @@ from lorakeet.lora.vocabulary import VocabularyBatch
 from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.process_group import ALONE, ProcessGroup
+from lorakeet.models.transfer import download, upload
 from lorakeet.models.weights import load_model
 from lorakeet.server.engine import memory
 from lorakeet.server.engine.device_batch import (
     DeviceRows,
     build_batch,
-    download,
     empty_batch,
-    upload,
     upload_all,
 )
 from lorakeet.server.engine.devices import choose_device
