@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lorakeet.kernels.lora_tiles import (
     find_slice,
     h_dtype,
+    leave_part,
     precision,
     shrink_tile,
     store_h,
@@ -107,20 +108,15 @@ def _shrink(  # type: ignore[no-untyped-def]
         # whole blocks of rows that a token owns any of: what is wanted, in wide loads
         block = j[None, :] // _SUMMED_ROWS * _SUMMED_ROWS
         wanted = (own_first[:, None] < block + _SUMMED_ROWS) & (own_last[:, None] > block)
+        counter = counters + tile
         is_last = splits == 1
         if splits > 1:
-            tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=wanted)
-            tl.debug_barrier()
-            is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+            is_last = leave_part(total, at, counter, split, splits, wanted, BLOCK_M, BLOCK_R)
         if is_last:
             if splits > 1:
-                tl.store(counters + tile, 0)
-                total = sum_parts(at, splits, wanted, BLOCK_M, BLOCK_R)
-            own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+                total = sum_parts(at, counter, splits, wanted, BLOCK_M, BLOCK_R)
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
-            scale = tl.load(scales + j, mask=used, other=0.0)
-            offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset)
+            store_h(total, h, places, j, used, own_first, own_last, near, scales, offsets)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 

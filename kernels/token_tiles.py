@@ -138,11 +138,3 @@ def load_h(  # type: ignore[no-untyped-def]
     """A pair's h (M, R), for tokens (M,) that are `near`, and 0 for others."""
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     return tl.load(h_tile + place, mask=near[:, None], other=0.0)
-
-
-@triton.jit
-def expand(h, weights, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y (M, N) float32 + h (M, R) · weights (R, N)."""
-    if PRECISION == "tf32":
-        weights = weights.to(tl.float32)
-    return tl.dot(h, weights, y, input_precision=PRECISION)
