@@ -30,12 +30,14 @@ class Packed:
 
 
 def pack(arrays: Sequence[NDArray[np.integer]]) -> Packed:
-    """Flat arrays, each aligned. Their values fit 32 bits."""
+    """Flat arrays, each aligned. Their values must fit 32 bits."""
     sizes = [len(array) for array in arrays]
     *starts, total = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
     values = np.zeros(total, np.int32)
     for start, size, array in zip(starts, sizes, arrays, strict=True):
-        values[start : start + size] = array
+        own = values[start : start + size]
+        own[:] = array
+        assert array.dtype == np.int32 or (own == array).all()
     return Packed(values, tuple(map(int, starts)), tuple(sizes))
 
 
