@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, pack, unpack
-from lorakeet.lora.batch import MIN_ROOM, LoRABatch, LoRAForwardBatch
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows, SlotRows, list_rank_rows, pack, unpack
+from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.specs import group_specs
@@ -27,6 +27,7 @@ from lorakeet.models.ops import TritonOps
 MAX_LORAS = 64
 TABLE_WIDTH = 65  # rows that a slot can list: rank 64, and biases
 BLOCK_SIZE = 16
+NUM_COUNTERS = 2**16  # enough for any pass here
 
 # --- the clock ---
 
@@ -142,7 +143,7 @@ class ModelBench:
             self.wrap()
 
     def wrap(self) -> None:
-        wrap_model(self.model, self.pool, TritonBackend(self.device))
+        wrap_model(self.model, self.pool, TritonBackend(self.device, NUM_COUNTERS))
 
     def set_ranks(self, ranks: Sequence[int]) -> None:
         """Give the slots from 1 on scattered rows, `ranks[i]` to slot i + 1."""

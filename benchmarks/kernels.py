@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import Ceilings, ModelBench, graph_of, measure_ceilings, median_ms
+from common import NUM_COUNTERS, Ceilings, ModelBench, graph_of, measure_ceilings, median_ms
 from shapes import LLAMA_8B, TINY
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -67,7 +67,7 @@ class Kernels:
         self.bench, self.few, self.many = bench, few, many
         self.num_layers = bench.config.num_hidden_layers
         self.dtype, self.width = bench.model.dtype, bench.model.dtype.itemsize
-        self.counters = torch.zeros(2**16, dtype=torch.int32, device=bench.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=bench.device)
 
     def mix(self, size: int, count: int) -> Mix:
         self.bench.set_ranks([RANK] * count)

@@ -23,6 +23,7 @@ from typing import Any
 
 import decode_step
 import torch
+from common import NUM_COUNTERS
 from decode_step import MAX_LORAS, TINY, Bench, median_ms
 from shapes import SHAPES
 from torch import Tensor
@@ -81,7 +82,7 @@ class RankBench(Bench):
                 weights = self.pool.layer(spec.name, index)
                 weights.a.normal_(0, spec.input_size**-0.5)
                 weights.b.normal_(0, 0.02)
-        wrap_model(self.model, self.pool, TritonBackend(device))
+        wrap_model(self.model, self.pool, TritonBackend(device, NUM_COUNTERS))
         vars(llama)["plan_ops"] = TritonOps  # in the interpreter too
 
     def gigabytes(self) -> dict[str, float]:

@@ -7,11 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
+from lorakeet.kernels.lora_tiles import expand
 from lorakeet.kernels.partial import load_sum, parts_of
 from lorakeet.kernels.token_tiles import (
     columns_at_once,
     delta_args,
-    expand,
     load_h,
     num_tiles,
     read_tile,

@@ -8,11 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
-from lorakeet.kernels.lora_tiles import find_slice
+from lorakeet.kernels.lora_tiles import expand, find_slice
 from lorakeet.kernels.token_tiles import (
     columns_at_once,
     delta_args,
-    expand,
     load_h,
     num_tiles,
     read_tile,

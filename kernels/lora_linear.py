@@ -18,17 +18,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lorakeet.kernels.lora_tiles import (
     find_slice,
     h_dtype,
+    leave_part,
     precision,
     shrink_tile,
     store_h,
     sum_parts,
 )
-from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows
 from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
 
 MAX_TOKENS = 128
-MAX_SPLITS = 4
-MIN_ROOM = MAX_SPLITS * ROWS_AT_ONCE  # the rows that each split reads ahead
+_MAX_SPLITS = MIN_ROOM // ROWS_AT_ONCE  # each reads its first rows ahead
 _MIN_TOKENS = 16  # of a tile: what a product takes at least
 _ALIGNMENT = 16  # bytes, of rows that are copied in tiles
 _SHRINK_PROGRAMS = 128
@@ -108,20 +108,15 @@ def _shrink(  # type: ignore[no-untyped-def]
         # whole blocks of rows that a token owns any of: what is wanted, in wide loads
         block = j[None, :] // _SUMMED_ROWS * _SUMMED_ROWS
         wanted = (own_first[:, None] < block + _SUMMED_ROWS) & (own_last[:, None] > block)
+        counter = counters + tile
         is_last = splits == 1
         if splits > 1:
-            tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=wanted)
-            tl.debug_barrier()
-            is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == splits - 1
+            is_last = leave_part(total, at, counter, split, splits, wanted, BLOCK_M, BLOCK_R)
         if is_last:
             if splits > 1:
-                tl.store(counters + tile, 0)
-                total = sum_parts(at, splits, wanted, BLOCK_M, BLOCK_R)
-            own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+                total = sum_parts(at, counter, splits, wanted, BLOCK_M, BLOCK_R)
             places = slice_id * h_slice_stride + m[:, None] * h_stride + j[None, :]
-            scale = tl.load(scales + j, mask=used, other=0.0)
-            offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset)
+            store_h(total, h, places, j, used, own_first, own_last, near, scales, offsets)
             tl.debug_barrier()
             tl.atomic_add(arrivals, 1, sem="release")
 
@@ -257,6 +252,8 @@ def _lora_linear_kernel(  # type: ignore[no-untyped-def]
         total += total * tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if first_row < count:
         weights = tl.where(used[:, None], ahead, 0.0)
+        # Whom this waits for is at work: a GPU starts programs in the order of their numbers, so
+        # the shrink's, which are the first and wait for nobody, have all begun.
         while tl.atomic_add(arrivals, 0, sem="acquire") < tl.cdiv(count, BLOCK_R) * SLICES:
             pass
         h_at = h + slice_id * h_slice_stride + m[None, :] * h_stride + r[:, None]
@@ -322,7 +319,7 @@ def lora_linear(
     tiles = linear_tiles(block_m, output_size, x.itemsize, shared_memory_of(x.device))
     column_tiles = triton.cdiv(first_size, tiles.outputs)
     column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
-    splits = max(1, min(MAX_SPLITS, round(_PROGRAMS / column_tiles)))
+    splits = max(1, min(_MAX_SPLITS, round(_PROGRAMS / column_tiles)))
     split_size = triton.cdiv(triton.cdiv(input_size, splits), tiles.inputs) * tiles.inputs
     shape = (num_tokens, output_size) if splits == 1 else (splits, num_tokens, output_size)
     dtype = x.dtype if splits == 1 else torch.float32

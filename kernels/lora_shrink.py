@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.lora_tiles import shrink_tile, store_h, sum_parts
+from lorakeet.kernels.lora_tiles import leave_part, shrink_tile, store_h, sum_parts
 from lorakeet.kernels.rank_rows import RankRows
 from lorakeet.kernels.token_tiles import (
     ROWS,
@@ -90,18 +90,13 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
             STAGES,
         )
         pair = r0 // BLOCK_R + tile * span
-        counter = slice_id * num_pairs + pair
-        at = sums + counter.to(tl.int64) * splits * (BLOCK_M * BLOCK_R) + place
-        tl.store(at + split * (BLOCK_M * BLOCK_R), total, mask=near[:, None])
-        tl.debug_barrier()
-        if tl.atomic_add(counters + counter, 1, sem="acq_rel") == splits - 1:
-            tl.store(counters + counter, 0)
-            total = sum_parts(at, splits, near[:, None], BLOCK_M, BLOCK_R)
-            own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+        number = slice_id * num_pairs + pair
+        at = sums + number.to(tl.int64) * splits * (BLOCK_M * BLOCK_R) + place
+        counter = counters + number
+        if leave_part(total, at, counter, split, splits, near[:, None], BLOCK_M, BLOCK_R):
+            total = sum_parts(at, counter, splits, near[:, None], BLOCK_M, BLOCK_R)
             places = slice_id.to(tl.int64) * h_slice_stride + pair * (BLOCK_M * BLOCK_R) + place
-            scale = tl.load(scales + j, mask=used, other=0.0)
-            offset = tl.load(offsets + j, mask=used, other=0.0)
-            store_h(total, h, places, own, near, scale, offset)
+            store_h(total, h, places, j, used, own_first, own_last, near, scales, offsets)
 
 
 def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""What the LoRA kernels share: one tile of a shrink, one tile of an expand.
+"""What the LoRA kernels share: one tile of a shrink, one tile of an expand, columns by slice.
 
 A tile works on many tokens and many rank rows at once, whoever owns them: what a token does not own
 counts for it with h = 0. That is exact, since every weight in the pool is finite (`lora.canonical`
@@ -62,10 +62,23 @@ def shrink_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def sum_parts(  # type: ignore[no-untyped-def]
-    at, parts, mask, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+def leave_part(  # type: ignore[no-untyped-def]
+    total, at, counter, part, parts, mask, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """What other programs have left at `at` (M, R), part by part: in one order, whoever is last."""
+    """Leave one of a tile's parts (M, R), of which the first lies at `at` (M, R). Returns whether
+    it is the last to come: then they can be summed up. `counter`: of those that have come."""
+    tl.store(at + part * (BLOCK_M * BLOCK_R), total, mask=mask)
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
+
+
+@triton.jit
+def sum_parts(  # type: ignore[no-untyped-def]
+    at, counter, parts, mask, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """What `leave_part` has left, part by part: in one order, whoever came last. The counter is
+    zero again."""
+    tl.store(counter, 0)
     total = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
     for part in tl.range(0, parts, num_stages=4):
         part_at = at + part * (BLOCK_M * BLOCK_R)
@@ -75,18 +88,24 @@ def sum_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_h(  # type: ignore[no-untyped-def]
-    total,
-    h,
-    places,
-    own,
-    near,
-    scales,
-    offsets,
+    total, h, places, j, used, own_first, own_last, near, scales, offsets
 ):
-    """Scale what a shrink has summed up (M, R) and store it, for tokens (M,) that are `near`; zeros
-    for what they do not own."""
-    value = tl.where(own, total * scales[None, :] + offsets[None, :], 0.0)
+    """Scale a shrink's sums (M, R) over the inputs and store them at `places` (M, R) of h, for
+    tokens (M,) that are `near`; zeros for what they do not own. `j` (R,): the list's rows, of which
+    those `used` are there."""
+    own = (own_first[:, None] <= j[None, :]) & (j[None, :] < own_last[:, None])
+    scale = tl.load(scales + j, mask=used, other=0.0)
+    offset = tl.load(offsets + j, mask=used, other=0.0)
+    value = tl.where(own, total * scale[None, :] + offset[None, :], 0.0)
     tl.store(h + places, value.to(h.dtype.element_ty), mask=near[:, None])
+
+
+@triton.jit
+def expand(h, weights, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """y (M, N) float32 + h (M, R) · weights (R, N)."""
+    if PRECISION == "tf32":
+        weights = weights.to(tl.float32)
+    return tl.dot(h, weights, y, input_precision=PRECISION)
 
 
 @triton.jit

@@ -202,6 +202,6 @@ def paged_decode(
         MIN_SPLIT=tiles.min_split,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        BLOCK_S=triton.next_power_of_2(num_splits),
+        BLOCK_S=tiles.max_splits,
         BLOCK_D=tile_size(head_dim),
     )

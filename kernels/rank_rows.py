@@ -13,6 +13,7 @@ from torch import Tensor
 
 Ints = NDArray[np.int32]
 
+MIN_ROOM = 256  # rows that a list has room for at least: kernels read ahead
 _ALIGNMENT = 4  # int32; 16 bytes: Triton compiles other code for tensors that start elsewhere
 
 

@@ -49,7 +49,7 @@ class DecodeTiles:
     warps: int
     stages: int  # of keys on their way, and of the blocks that say where they lie
     min_split: int  # keys of a program
-    max_splits: int  # of a context
+    max_splits: int  # of a context; a power of two
 
 
 def decode_tiles(num_heads: int, key_size: int) -> DecodeTiles:

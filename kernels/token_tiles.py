@@ -25,7 +25,7 @@ _MOST_BLOCKS = 16
 def tile_tokens(rank_rows: RankRows) -> int:
     """Tokens of a tile. With few in a pass, small tiles: a large one would work through the rows of
     many adapters, one after the other, while most of a GPU has nothing to do."""
-    return 16 if len(rank_rows.order) <= _FEW_TOKENS else 64
+    return _tile_tokens(len(rank_rows.order))
 
 
 def row_programs(rank_rows: RankRows) -> int:
@@ -40,13 +40,18 @@ def num_tiles(rank_rows: RankRows) -> int:
 
 def span(rank_rows: RankRows) -> int:
     """The most tiles of rank rows in which one token can own rows."""
-    return int(triton.cdiv(rank_rows.width, ROWS)) + 1
+    return _span(rank_rows.width)
 
 
 def num_pairs(rank_rows: RankRows) -> int:
     """Slots come in order, so tiles share rows with their neighbours alone."""
-    rank_row_tiles = triton.cdiv(len(rank_rows.rows), ROWS)
-    return int(rank_row_tiles + span(rank_rows) * num_tiles(rank_rows))
+    return _num_pairs(len(rank_rows.order), len(rank_rows.rows), rank_rows.width)
+
+
+def most_pairs(num_tokens: int, num_rows: int, width: int) -> int:
+    """Of any pass with up to so many tokens, whose list has room for up to so many rows."""
+    few = min(num_tokens, _FEW_TOKENS)  # in small tiles, which may be more
+    return max(_num_pairs(tokens, num_rows, width) for tokens in (few, num_tokens))
 
 
 def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
@@ -86,6 +91,19 @@ def delta_args(delta: Delta) -> dict[str, Any]:
     }
 
 
+def _tile_tokens(num_tokens: int) -> int:
+    return 16 if num_tokens <= _FEW_TOKENS else 64
+
+
+def _span(width: int) -> int:
+    return int(triton.cdiv(width, ROWS)) + 1
+
+
+def _num_pairs(num_tokens: int, num_rows: int, width: int) -> int:
+    token_tiles = triton.cdiv(num_tokens, _tile_tokens(num_tokens))
+    return int(triton.cdiv(num_rows, ROWS) + _span(width) * token_tiles)
+
+
 @triton.jit
 def read_tile(  # type: ignore[no-untyped-def]
     tile, order, first, last, count_at, num_tokens, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr
@@ -120,11 +138,3 @@ def load_h(  # type: ignore[no-untyped-def]
     """A pair's h (M, R), for tokens (M,) that are `near`, and 0 for others."""
     place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     return tl.load(h_tile + place, mask=near[:, None], other=0.0)
-
-
-@triton.jit
-def expand(h, weights, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y (M, N) float32 + h (M, R) · weights (R, N)."""
-    if PRECISION == "tf32":
-        weights = weights.to(tl.float32)
-    return tl.dot(h, weights, y, input_precision=PRECISION)

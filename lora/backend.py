@@ -2,12 +2,11 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
 from lorakeet.lora.batch import LoRABatch
-from lorakeet.lora.pool import LayerWeights
+from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.torch_backend import TorchBackend
 from lorakeet.models.parallel import ParallelLinear
 
@@ -39,10 +38,11 @@ class LoRABackend(Protocol):
         """`y[t] += scaling * B A[:, token_ids[t]]`. token_ids: (T,) int64, y: (T, hidden)."""
 
 
-def make_backend(device: torch.device | str) -> LoRABackend:
-    """The backend for models on `device`."""
-    if torch.device(device).type != "cuda":
+def make_backend(pool: AdapterPool, max_tokens: int, max_adapters: int) -> LoRABackend:
+    """The backend for passes on a pool, of up to so many tokens with up to so many adapters."""
+    if pool.device.type != "cuda":
         return TorchBackend()
-    from lorakeet.lora.triton_backend import TritonBackend  # Triton exists only for Linux
+    # Triton exists only for Linux
+    from lorakeet.lora.triton_backend import TritonBackend, most_counters
 
-    return TritonBackend(device)
+    return TritonBackend(pool.device, most_counters(pool, max_tokens, max_adapters))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import (
+    MIN_ROOM,
     Ints,
     RankRowArrays,
     RankRows,
@@ -23,9 +24,9 @@ from lorakeet.kernels.rank_rows import (
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.vocabulary import OwnEmbeddings, VocabularyBatch
 from lorakeet.models.batch import ForwardBatch
+from lorakeet.models.transfer import upload
 
 HEAD = "lm_head"
-MIN_ROOM = 256  # rows that a list always has room for: kernels read ahead
 
 _T = TypeVar("_T")
 
@@ -110,14 +111,10 @@ def _upload(
     for arrays in lists.values():
         if id(arrays) not in on_device:
             room = max(len(arrays.rows), MIN_ROOM)
-            packed = _to_device(pack(arrays, room), pool.device)
+            packed = upload(pack(arrays, room), pool.device)
             on_device[id(arrays)] = unpack(packed, len(slots), room, pool.tables.width)
     rank_rows = {group: on_device[id(arrays)] for group, arrays in lists.items()}
-    return LoRABatch(torch.from_numpy(slots), rank_rows, *_to_device(by_layer, pool.device))
-
-
-def _to_device(values: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+    return LoRABatch(torch.from_numpy(slots), rank_rows, *upload(by_layer, pool.device))
 
 
 def body_groups(pool: AdapterPool) -> list[str]:

@@ -12,20 +12,27 @@ from lorakeet.kernels.lora_embedding import embedding_lora
 from lorakeet.kernels.lora_expand import sgemm_lora_b
 from lorakeet.kernels.lora_linear import lora_linear, lora_linear_takes
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
-from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows
+from lorakeet.kernels.token_tiles import most_pairs
 from lorakeet.lora.batch import LoRABatch
-from lorakeet.lora.pool import LayerWeights
+from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.streams import SideStream
 from lorakeet.models.parallel import ParallelLinear
 
-_COUNTERS = 2**16  # more than any pass has tiles
+
+def most_counters(pool: AdapterPool, max_tokens: int, max_adapters: int) -> int:
+    """What any pass on a pool takes, of up to so many tokens with up to so many adapters."""
+    width = pool.tables.width
+    slices = max(len(spec.slice_sizes) for spec in pool.specs.values())
+    return slices * most_pairs(max_tokens, max(max_adapters * width, MIN_ROOM), width)
 
 
 class TritonBackend:
     """See LoRABackend. A group that no row's adapter changes is the base layer."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    def __init__(self, device: torch.device | str, num_counters: int) -> None:
+        """`num_counters`: see `most_counters`."""
+        self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
         self._shrinks = SideStream(self._counters.device)
 
     def linear(

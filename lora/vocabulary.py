@@ -17,6 +17,7 @@ from torch.nn.functional import linear, pad
 
 from lorakeet.lora.adapter import Slot, TokenRows, Vocabulary
 from lorakeet.lora.staging import Staging
+from lorakeet.models.transfer import upload
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,8 @@ class VocabularyStore:
         for slot in own:
             rows = np.flatnonzero(slots == slot)
             if rows.size:
-                runs.append(VocabularyRun(self._upload(rows), self._by_slot[slot]))
+                runs.append(VocabularyRun(upload(rows, self._device), self._by_slot[slot]))
         return VocabularyBatch(tuple(runs)) if runs else None
-
-    def _upload(self, rows: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(rows)
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _room_for(self, part: TokenRows) -> TokenRows:
         assert part.rows.dtype == self._dtype

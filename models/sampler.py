@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.models.penalties import Penalties, TokenCounts
+from lorakeet.models.transfer import upload
 
 _GREEDY_BELOW = 1e-5  # at such a temperature all but exact ties is greedy, in float32
 _WEIGHT_ONE = 2.0**40  # weight of the likeliest token; 2^22 tokens of it still fit an int64
@@ -146,7 +147,7 @@ def start_row(
         ids[(ids >= 0) & (ids < counts.vocab_size)]  # an id outside would write elsewhere
         for ids in (np.array(prompt_ids, np.int64), np.array(output_ids, np.int64))
     )
-    ids = _to_device(np.concatenate([prompt, output]), device)
+    ids = upload(np.concatenate([prompt, output]), device)
     counts.start(row, ids[: len(prompt)], ids[len(prompt) :])
 
 
@@ -164,11 +165,11 @@ def build_penalties(
     used = (values != [[1.0], [0.0], [0.0]]).any(axis=1).tolist()
     if not any(used):
         return None
-    on_device = _to_device(values.astype(np.float32), device)[:, :, None]
+    on_device = upload(values.astype(np.float32), device)[:, :, None]
     repetition, presence, frequency = (
         value if is_used else None for value, is_used in zip(on_device, used, strict=True)
     )
-    indices = _to_device(np.stack([rows, places]), device)
+    indices = upload(np.stack([rows, places]), device)
     return Penalties(
         counts=counts,
         rows=indices[0],
@@ -209,7 +210,7 @@ def build_columns(
         min_p,
     ]
     # float64 holds them all exactly, so that one copy moves them
-    on_device = _to_device(np.stack(values).astype(np.float64), device)[:, :, None]
+    on_device = upload(np.stack(values).astype(np.float64), device)[:, :, None]
     return replace(
         edits,
         temperatures=on_device[0].float(),
@@ -220,13 +221,6 @@ def build_columns(
         top_p=on_device[4] if (top_p != 1.0).any() else None,
         min_p=on_device[5].float() if (min_p != 0.0).any() else None,
     )
-
-
-def _to_device(values: NDArray[np.generic], device: torch.device | str) -> Tensor:
-    tensor = torch.from_numpy(values)
-    if torch.device(device).type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _biases(
@@ -243,7 +237,7 @@ def _biases(
     if not inside.any():
         return None
     parts = np.array(rows, np.int64), all_ids, np.array(values, np.float32)
-    return LogitEdits(*(_to_device(part[inside], device) for part in parts))
+    return LogitEdits(*(upload(part[inside], device) for part in parts))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:

@@ -1,8 +1,7 @@
 """A step's arrays, moved to the device, and what stays there between steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,32 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
+from lorakeet.models.transfer import upload
 from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _ALIGNMENT = 4  # int32; 16 bytes: Triton compiles other code for tensors that start elsewhere
-
-
-def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy on the device, through pinned memory on CUDA; on the CPU the array itself."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def download(tensor: Tensor) -> Callable[[], NDArray[Any]]:
-    """Start a copy to the host; what is returned waits for it."""
-    if tensor.device.type != "cuda":
-        return tensor.numpy
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.cuda.current_stream(tensor.device).record_event()
-
-    def wait() -> NDArray[Any]:
-        event.synchronize()
-        return host.numpy()
-
-    return wait
 
 
 @dataclass(frozen=True)
@@ -53,12 +30,14 @@ class Packed:
 
 
 def pack(arrays: Sequence[NDArray[np.integer]]) -> Packed:
-    """Flat arrays, each aligned. Their values fit 32 bits."""
+    """Flat arrays, each aligned. Their values must fit 32 bits."""
     sizes = [len(array) for array in arrays]
     *starts, total = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)])
     values = np.zeros(total, np.int32)
     for start, size, array in zip(starts, sizes, arrays, strict=True):
-        values[start : start + size] = array
+        own = values[start : start + size]
+        own[:] = array
+        assert array.dtype == np.int32 or (own == array).all()
     return Packed(values, tuple(map(int, starts)), tuple(sizes))
 
 

@@ -24,6 +24,7 @@ from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows, static_room
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.vocabulary import StaticEmbeddings, VocabularyBatch
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.transfer import pinned
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
 from lorakeet.server.engine.scheduler_config import ReplayLimits
@@ -77,10 +78,8 @@ class StaticBatch:
     ) -> None:
         """Take in a step of at most `size` tokens, `by_token`; `slots` (T,) of each;
         `vocabulary`: where embeddings are not the base's."""
-        values = torch.from_numpy(pack(self._arrays(arrays, slots)).values)
-        if self._values.is_cuda:
-            values = values.pin_memory()
-        self._values.copy_(values, non_blocking=True)
+        values = pack(self._arrays(arrays, slots)).values
+        self._values.copy_(pinned(values, self._values.device), non_blocking=True)
         if self._embeddings is not None:
             self._embeddings.clear()
             if vocabulary is not None:

@@ -36,14 +36,13 @@ from lorakeet.models import sampler
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.penalties import TokenCounts
 from lorakeet.models.process_group import ALONE, ProcessGroup
+from lorakeet.models.transfer import download, upload
 from lorakeet.models.weights import load_model
 from lorakeet.server.engine import memory
 from lorakeet.server.engine.device_batch import (
     DeviceRows,
     build_batch,
-    download,
     empty_batch,
-    upload,
     upload_all,
 )
 from lorakeet.server.engine.devices import choose_device
@@ -116,7 +115,9 @@ class Runner:
         self.vocabulary_bytes = self._least(
             memory.vocabulary_bytes(settings, self.config, self.dtype, self.device)
         )
-        wrap_model(self.model, self.pool, make_backend(self.device))
+        most_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)  # the graphs' too
+        backend = make_backend(self.pool, most_tokens, settings.max_loras)
+        wrap_model(self.model, self.pool, backend)
         self._loads = SlotLoads(self.pool, self.host_store)
         self._logits_batch = empty_batch(self.device)
         self.graphs: PassGraphs | None = None

@@ -1,7 +1,8 @@
 """Paged attention against plain masked softmax in float64, and the write into the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,36 @@ def test_a_decode_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) 
         max_context_len=40,
     )
     assert torch.equal(paged_attention(*case.args, 0.25)[:1], paged_attention(*alone.args, 0.25))
+
+
+def test_contexts_of_any_length_share_their_compiled_kernels(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step compiles, all others wait for: of one number of decodes, each kernel once."""
+    launched: dict[str, set[tuple[tuple[str, object], ...]]] = {}
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self._kernel, self._seen = getattr(paged_decode, name), launched.setdefault(name, set())
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def launch(*args: Any, **constants: Any) -> None:
+                self._seen.add(tuple(constants.items()))
+                self._kernel[grid](*args, **constants)
+
+            return launch
+
+    for name in ("_decode_kernel", "_combine_kernel"):
+        monkeypatch.setattr(paged_decode, name, Recorded(name))
+    for context in (1, 40, 70, 200, 500, 2000):
+        case = paged_case(
+            [(1, 9), (1, context)], block_size=16, heads=2, kv_heads=1, device=device, dtype=dtype
+        )
+        assert_close(paged_attention(*case.args, 0.25), exact_attention(case, 0.25, None))
+    assert {name: len(seen) for name, seen in launched.items()} == {
+        "_decode_kernel": 1,
+        "_combine_kernel": 1,
+    }
 
 
 @pytest.mark.parametrize("scale", [1e-3, 100.0])

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_expand import sgemm_lora_b
-from lorakeet.kernels.lora_linear import MIN_ROOM, lora_linear
+from lorakeet.kernels.lora_linear import lora_linear
 from lorakeet.kernels.lora_shrink import sgemm_lora_a
 from lorakeet.kernels.rank_rows import (
+    MIN_ROOM,
     RankRowArrays,
     SlotRows,
     list_rank_rows,

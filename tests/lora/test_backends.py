@@ -16,6 +16,7 @@ from lorakeet.lora.adapter import Adapter, GroupSpec, Slot
 from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import LoRABatch, build_lora_batch
 from lorakeet.lora.pool import AdapterPool
+from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.torch_backend import TorchBackend
 from lorakeet.models.parallel import ParallelLinear
 from support.lora_cases import POPULARITIES, popularity
@@ -88,7 +89,7 @@ def target_of(name: str) -> Target:
     from lorakeet.lora.triton_backend import TritonBackend
 
     device = "cuda" if name == "triton-cuda" else "cpu"
-    return Target(TritonBackend(device), device)
+    return Target(TritonBackend(device, 2**12), device)
 
 
 @pytest.fixture(
@@ -103,6 +104,37 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 TORCH = target_of("torch")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "max_rank", "needed"),
+    [
+        (100, 1, 3 * (24 + 7 * 2)),
+        (600, 64, 3 * (1032 + 32 * 6)),  # a pass of 512 has more tiles of tokens
+        (65536, 256, 3 * (4104 + 1024 * 18)),
+        (131072, 512, 3 * (8200 + 2048 * 34)),
+    ],
+)
+def test_there_are_counters_for_the_largest_pass(
+    max_tokens: int, max_rank: int, needed: int
+) -> None:
+    """Of 256 adapters that list all they can: tiles of 32 rows, and of 16 or 64 tokens."""
+    from lorakeet.kernels.rank_rows import RankRows
+    from lorakeet.kernels.tiles import ROWS_AT_ONCE
+    from lorakeet.kernels.token_tiles import num_pairs
+    from lorakeet.lora.triton_backend import most_counters
+
+    width = table_width(2 * max_rank)
+    pool = AdapterPool(SPECS, 2, 1, width, torch.float32, "cpu")
+    found = most_counters(pool, max_tokens, 256)
+    assert found == needed
+    for num_tokens in {1, 16, 128, 512, 513, max_tokens - 1, max_tokens}:
+        if num_tokens <= max_tokens:
+            tokens = torch.empty(num_tokens, device="meta")
+            rows = torch.empty(256 * width, device="meta")
+            rank_rows = RankRows(*[tokens] * 5, *[rows] * 3, width)
+            assert num_pairs(rank_rows) * 3 <= found
+            assert -(-len(rows) // ROWS_AT_ONCE) * 3 <= found
 
 
 @cache

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lorakeet.kernels import lora_linear
-from lorakeet.kernels.rank_rows import RankRowArrays, RankRows, list_rank_rows
-from lorakeet.lora import batch as batches
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRowArrays, RankRows, list_rank_rows
 from lorakeet.lora.adapter import Slot
 from lorakeet.lora.batch import (
     StaticRankRows,
@@ -108,10 +106,6 @@ def test_groups_that_list_the_same_share_a_list() -> None:
     ]
 
 
-def test_kernels_read_no_further_ahead_than_lists_have_room() -> None:
-    assert batches.MIN_ROOM >= lora_linear.MIN_ROOM
-
-
 class OnCuda(AdapterPool):
     """A pool in host memory that is taken for one on a GPU, where lists are made of it."""
 
@@ -144,7 +138,7 @@ def test_static_rank_rows_hold_any_pass(first: list[int], data: st.DataObject) -
             want = list_rank_rows(slots_of(slots), partial(pool.tables.slot_rows, group))
             assert_same_lists(rank_rows, want)
             assert rank_rows.width == pool.tables.width
-            assert len(rank_rows.rows) >= lora_linear.MIN_ROOM
+            assert len(rank_rows.rows) >= MIN_ROOM
         assert views.arrivals.tolist() == [0] * pool.num_layers
         lists = list_by_group(slots_of(slots), pool, BODY)
         assert views.counts is not None
@@ -178,7 +172,7 @@ def test_static_rank_rows_have_room_for_what_the_pool_holds() -> None:
     assert {len(rank_rows.rows) for rank_rows in views.rank_rows.values()} == {300}
     assert pool.tables.most_listed(np.array([0, 1, 2])) == 8
     pool.num_rows = 2
-    assert static_room(pool) == batches.MIN_ROOM
+    assert static_room(pool) == MIN_ROOM
 
 
 def test_static_rank_rows_on_the_cpu_know_the_slots_alone() -> None:
@@ -203,7 +197,7 @@ def test_batches_on_cuda_have_the_lists() -> None:
     for group, rank_rows in batch.rank_rows.items():
         assert_same_lists(rank_rows, list_rank_rows(slots, partial(pool.tables.slot_rows, group)))
         assert rank_rows.rows.is_cuda
-        assert len(rank_rows.rows) >= lora_linear.MIN_ROOM
+        assert len(rank_rows.rows) >= MIN_ROOM
         assert rank_rows.width == pool.tables.width
     assert batch.arrivals is not None
     assert batch.arrivals.tolist() == [0] * pool.num_layers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lorakeet.kernels.delta import Delta
 from lorakeet.lora.adapter import Slot
-from lorakeet.lora.backend import LoRABackend, make_backend
+from lorakeet.lora.backend import LoRABackend
 from lorakeet.lora.batch import (
     HEAD,
     LoRABatch,
@@ -33,6 +33,7 @@ from lorakeet.lora.layers import (
 )
 from lorakeet.lora.pool import AdapterPool, LayerWeights
 from lorakeet.lora.specs import group_specs
+from lorakeet.lora.torch_backend import TorchBackend
 from lorakeet.models import llama
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.llama import LlamaForCausalLM
@@ -143,7 +144,7 @@ def test_without_adapters_it_is_the_base_layer(group: str) -> None:
 def test_each_row_gets_its_own_adapters_delta(group: str) -> None:
     spec, layer, slots = SPEC[group], base_layer(group), [1, 0, 2, 1, 0]
     pool = filled_pool(ADAPTERS)
-    wrapped = LAYERS[group][1](layer, pool.layer(group, 0), make_backend("cpu"))
+    wrapped = LAYERS[group][1](layer, pool.layer(group, 0), TorchBackend())
     x, batch = input_of(spec, 5), with_lora(plain_batch(5), pool, slots)
     found = wrapped(x, batch)
     if isinstance(wrapped, MergedColumnParallelLinearWithLoRA):
@@ -157,7 +158,7 @@ def test_each_row_gets_its_own_adapters_delta(group: str) -> None:
 def test_the_head_goes_by_the_rows_whose_logits_are_wanted() -> None:
     spec, layer = SPEC["lm_head"], base_layer("lm_head")
     pool = filled_pool(ADAPTERS)
-    wrapped = ParallelLMHeadWithLoRA(layer, pool.layer("lm_head", 0), make_backend("cpu"))
+    wrapped = ParallelLMHeadWithLoRA(layer, pool.layer("lm_head", 0), TorchBackend())
     x, logits_slots = input_of(spec, 2), [2, 0]
     found = wrapped(x, with_lora(plain_batch(5), pool, [1, 1, 2, 2, 0], logits_slots))
     delta = expected_delta(spec, 0, x, ADAPTERS, np.array(logits_slots, dtype=np.int32))
@@ -210,7 +211,7 @@ class Wrapped:
             adapter = read(path, self.folder)
             self.pool.write(Slot(slot), [rows.pop() for _ in range(adapter.num_rows)], adapter)
             self.adapters[name], self.slots[name] = path, slot
-        wrap_model(self.model, self.pool, backend or make_backend("cpu"))
+        wrap_model(self.model, self.pool, backend or TorchBackend())
 
     def batch_for(self, chunks: Prompts) -> Callable[[ForwardBatch], ForwardBatch]:
         ordered = sorted(chunks.items(), key=lambda item: len(item[1]) != 1)  # as Passes does
@@ -314,7 +315,7 @@ def as_on_cuda(on_the_cpu: Wrapped) -> Wrapped:
         pytest.skip("the interpreter needs a machine without CUDA")
     from lorakeet.lora.triton_backend import TritonBackend
 
-    wrapped = Wrapped(on_the_cpu.folder.parent, "qwen3", TritonBackend("cpu"))
+    wrapped = Wrapped(on_the_cpu.folder.parent, "qwen3", TritonBackend("cpu", 2**12))
     for layer in wrapped.model.modules():  # the packed weights of the CPU are for oneDNN alone
         if isinstance(layer, ParallelLinear) and layer.weight.is_mkldnn:
             layer.weight = nn.Parameter(layer.weight.to_dense(), requires_grad=False)
@@ -360,13 +361,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     return load_model(tiny_model(tmp_path_factory.mktemp("bare")), "cpu")
 
 
-def backend() -> LoRABackend:
-    return make_backend("cpu")
-
-
 def test_wrap_model_wraps_the_pools_groups_and_no_other(model: LlamaForCausalLM) -> None:
     specs = [spec for spec in group_specs(model.config) if spec.name in ("o_proj", "lm_head")]
-    wrap_model(model, AdapterPool(specs, 2, 4, 4, torch.float32, "cpu"), backend())
+    wrap_model(model, AdapterPool(specs, 2, 4, 4, torch.float32, "cpu"), TorchBackend())
     found = {
         name for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)
     }
@@ -376,4 +373,4 @@ def test_wrap_model_wraps_the_pools_groups_and_no_other(model: LlamaForCausalLM)
 def test_wrap_model_refuses_a_group_without_layers(model: LlamaForCausalLM) -> None:
     pool = AdapterPool([replace(SPECS[0], name="router")], 2, 4, 4, torch.float32, "cpu")
     with pytest.raises(ValueError, match="router"):
-        wrap_model(model, pool, backend())
+        wrap_model(model, pool, TorchBackend())

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakeet.lora.adapter import Adapter, AdapterError, Slot
-from lorakeet.lora.backend import make_backend
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.row_tables import table_width
 from lorakeet.lora.specs import group_specs
+from lorakeet.lora.torch_backend import TorchBackend
 from lorakeet.models.config import load_config
 from support.adapter_kinds import fuse_all, share_a
 from support.adapters import (
@@ -58,7 +58,7 @@ def our_outputs(adapter: Adapter, model: Path, inputs: dict[str, Tensor], base: 
             names = [n for part in spec.slice_names for n in inputs if is_at(n, part, layer)]
             y = torch.cat([base[name] for name in names], dim=1).clone()
             batch = LoRABatch(torch.ones(len(y), dtype=torch.int32))
-            backend = make_backend("cpu")
+            backend = TorchBackend()
             add = backend.add_embedding if spec.name == "embed_tokens" else backend.add_linear
             add(y, inputs[names[0]], pool.layer(spec.name, layer), batch)
             parts = torch.split(y, list(spec.slice_sizes), dim=1)

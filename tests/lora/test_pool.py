@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorakeet.lora.adapter import Adapter, GroupWeights, Slot, TokenRows, Vocabulary
-from lorakeet.lora.backend import make_backend
 from lorakeet.lora.batch import LoRABatch
 from lorakeet.lora.pool import AdapterPool, bytes_per_row
 from lorakeet.lora.staging import Staging
+from lorakeet.lora.torch_backend import TorchBackend
 from support.pools import (
     LAYERS,
     SPECS,
@@ -34,7 +34,7 @@ def delta_of(pool: AdapterPool, slot: int, layer: int = 0) -> torch.Tensor:
     """What the slot adds to two rows of qkv."""
     y, x = torch.zeros(2, QKV.output_size), input_of(QKV, 2)
     batch = LoRABatch(torch.full((2,), slot, dtype=torch.int32))
-    make_backend("cpu").add_linear(y, x, pool.layer("qkv_proj", layer), batch)
+    TorchBackend().add_linear(y, x, pool.layer("qkv_proj", layer), batch)
     return y
 
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lorakeet.kernels import reference
-from lorakeet.kernels.lora_linear import MIN_ROOM
-from lorakeet.kernels.rank_rows import RankRows, SlotRows, list_rank_rows, pack, unpack
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows, SlotRows, list_rank_rows, pack, unpack
 
 POPULARITIES = ["identical", "uniform", "skewed", "distinct", "with_base", "all_base"]
 

@@ -102,7 +102,8 @@ def _run_case(
     for name, parts in case.blends.items():
         listed = [(slots[part], adapters[part].num_rows, weight) for part, weight in parts]
         pool.write_blend(slots[name], listed)
-    wrap_model(model, pool, make_backend(device))
+    num_tokens = sum(map(len, case.prompts.values()))
+    wrap_model(model, pool, make_backend(pool, num_tokens, len(slots)))
     passes = Passes(model, num_blocks=1024)
     calls = []
     for chunks in _chunks(case.prompts):

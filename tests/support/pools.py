@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.kernels.rank_rows import RankRowArrays, RankRows, pack, unpack
+from lorakeet.kernels.rank_rows import MIN_ROOM, RankRowArrays, RankRows, pack, unpack
 from lorakeet.lora.adapter import Adapter, GroupSpec, GroupWeights, Slot
-from lorakeet.lora.batch import MIN_ROOM, LoRABatch, list_by_group, values_by_layer
+from lorakeet.lora.batch import LoRABatch, list_by_group, values_by_layer
 from lorakeet.lora.pool import AdapterPool
 
 LAYERS = 3

@@ -360,6 +360,13 @@ def test_one_buffer_holds_all_arrays_each_aligned() -> None:
     assert [tensor.tolist() for tensor in uploaded] == [array.tolist() for array in arrays]
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**32])
+def test_a_value_that_the_buffer_would_change_is_found_out(value: int) -> None:
+    pack([np.array([2**31 - 1, -(2**31)])])
+    with pytest.raises(AssertionError):
+        pack([np.arange(3), np.array([5, value])])
+
+
 # --- memory ---
 
 
