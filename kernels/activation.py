@@ -9,11 +9,12 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import expand
 from lorakeet.kernels.partial import load_sum, parts_of
+from lorakeet.kernels.tiles import cdiv
 from lorakeet.kernels.token_tiles import (
     columns_at_once,
+    cut_of,
     delta_args,
     load_h,
-    num_tiles,
     read_tile,
     scale_base,
 )
@@ -138,7 +139,7 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
     size = parts.size // 2
     out = torch.empty((parts.num_rows, size), dtype=dtype, device=gate_up.device)
     if delta is None:
-        _silu_mul_kernel[parts.num_rows, triton.cdiv(size, _COLUMNS)](
+        _silu_mul_kernel[parts.num_rows, cdiv(size, _COLUMNS)](
             gate_up,
             out,
             parts.stride,
@@ -151,7 +152,7 @@ def silu_mul(gate_up: Tensor, delta: Delta | None, dtype: torch.dtype) -> Tensor
         return out
     assert parts.num_parts == 1
     columns = columns_at_once(delta.rank_rows, size, _DELTA_BLOCK)
-    _expand_silu_mul_kernel[num_tiles(delta.rank_rows), triton.cdiv(size, columns)](
+    _expand_silu_mul_kernel[cut_of(delta.rank_rows).num_tiles, cdiv(size, columns)](
         gate_up,
         out,
         parts.row_stride,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakeet.kernels.mailbox import Mailbox
 from lorakeet.kernels.partial import load_sum, parts_of
+from lorakeet.kernels.tiles import power_of_two
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def all_reduce_add_rms_norm(
     assert residual.is_contiguous()
     assert mailbox.takes(residual)
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    block_n = max(triton.next_power_of_2(parts.size), 2)
+    block_n = max(power_of_two(parts.size), 2)
     _all_reduce_norm_kernel[(parts.num_rows,)](
         y,
         residual,

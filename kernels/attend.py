@@ -8,12 +8,14 @@ The softmax is summed piece by piece, each piece relative to the highest score s
 import triton
 import triton.language as tl
 
+from lorakeet.kernels.tiles import power_of_two
+
 KEYS = 64  # keys taken at a time
 MIN_TILE = 16  # the least that `tl.dot` takes, in any dimension
 
 
 def tile_size(size: int) -> int:
-    return max(MIN_TILE, int(triton.next_power_of_2(size)))
+    return max(MIN_TILE, power_of_two(size))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.tiles import cdiv
 
 _COLUMNS = 512  # outputs of a program
 _RANKS = 16  # rank rows that it takes at a time
@@ -66,7 +67,7 @@ def embedding_lora(y: Tensor, token_ids: Tensor, a: Tensor, b: Tensor, rank_rows
     """
     assert y.stride(1) == a.stride(1) == b.stride(1) == 1
     assert token_ids.is_contiguous()
-    _embedding_kernel[len(y), triton.cdiv(y.shape[1], _COLUMNS)](
+    _embedding_kernel[len(y), cdiv(y.shape[1], _COLUMNS)](
         y,
         token_ids,
         a,

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import expand, find_slice
+from lorakeet.kernels.tiles import cdiv
 from lorakeet.kernels.token_tiles import (
     columns_at_once,
+    cut_of,
     delta_args,
     load_h,
-    num_tiles,
     read_tile,
     scale_base,
 )
@@ -113,8 +114,8 @@ def sgemm_lora_b(y: Tensor, delta: Delta, slice_sizes: Sequence[int]) -> None:
     assert y.shape[1] == delta.b.shape[1] == first_size + others * other_size
     assert y.stride(1) == 1
     columns = columns_at_once(delta.rank_rows, y.shape[1], _BLOCK)
-    blocks = triton.cdiv(first_size, columns) + others * triton.cdiv(other_size, columns)
-    _expand_kernel[num_tiles(delta.rank_rows), blocks](
+    blocks = cdiv(first_size, columns) + others * cdiv(other_size, columns)
+    _expand_kernel[cut_of(delta.rank_rows).num_tiles, blocks](
         y,
         y.stride(0),
         first_size,

@@ -25,7 +25,7 @@ from lorakeet.kernels.lora_tiles import (
     sum_parts,
 )
 from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows
-from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
+from lorakeet.kernels.tiles import ROWS_AT_ONCE, cdiv, linear_tiles, power_of_two, shared_memory_of
 
 MAX_TOKENS = 128
 _MAX_SPLITS = MIN_ROOM // ROWS_AT_ONCE  # each reads its first rows ahead
@@ -312,19 +312,19 @@ def lora_linear(
     first_size, other_size = slice_sizes[0], slice_sizes[-1]
     assert lora_linear_takes(x, weight)
     assert num_rows >= MIN_ROOM
-    assert len(counters) >= triton.cdiv(num_rows, ROWS_AT_ONCE) * num_slices
+    assert len(counters) >= cdiv(num_rows, ROWS_AT_ONCE) * num_slices
     assert sum(slice_sizes) == first_size + (num_slices - 1) * other_size == output_size
     assert x.stride(1) == weight.stride(1) == a.stride(2) == b.stride(1) == 1
-    block_m = max(_MIN_TOKENS, triton.next_power_of_2(num_tokens))
+    block_m = max(_MIN_TOKENS, power_of_two(num_tokens))
     tiles = linear_tiles(block_m, output_size, x.itemsize, shared_memory_of(x.device))
-    column_tiles = triton.cdiv(first_size, tiles.outputs)
-    column_tiles += (num_slices - 1) * triton.cdiv(other_size, tiles.outputs)
+    column_tiles = cdiv(first_size, tiles.outputs)
+    column_tiles += (num_slices - 1) * cdiv(other_size, tiles.outputs)
     splits = max(1, min(_MAX_SPLITS, round(_PROGRAMS / column_tiles)))
-    split_size = triton.cdiv(triton.cdiv(input_size, splits), tiles.inputs) * tiles.inputs
+    split_size = cdiv(cdiv(input_size, splits), tiles.inputs) * tiles.inputs
     shape = (num_tokens, output_size) if splits == 1 else (splits, num_tokens, output_size)
     dtype = x.dtype if splits == 1 else torch.float32
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    row_tiles = triton.cdiv(num_rows, ROWS_AT_ONCE)
+    row_tiles = cdiv(num_rows, ROWS_AT_ONCE)
     h_shape = (num_slices, num_tokens, row_tiles * ROWS_AT_ONCE)
     h = torch.empty(h_shape, dtype=h_dtype(b.dtype), device=x.device)
     sums = torch.empty(
@@ -355,7 +355,7 @@ def lora_linear(
         rank_rows.scales,
         rank_rows.offsets,
         rank_rows.count,
-        triton.cdiv(input_size, _SHRINK_INPUTS),
+        cdiv(input_size, _SHRINK_INPUTS),
         a.stride(0),
         a.stride(1),
         b.stride(0),

@@ -6,18 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.lora_tiles import leave_part, shrink_tile, store_h, sum_parts
+from lorakeet.kernels.lora_tiles import h_dtype, leave_part, shrink_tile, store_h, sum_parts
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.token_tiles import (
-    ROWS,
-    empty_h,
-    num_pairs,
-    num_tiles,
-    read_tile,
-    row_programs,
-    span,
-    tile_tokens,
-)
+from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.token_tiles import ROWS, cut_of, read_tile
 
 _INPUTS = 128
 _PROGRAMS = 264  # what fills a GPU
@@ -104,20 +96,22 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
     + offsets[j], t and j the m-th token and the r-th rank row of the tiles; 0 if t does not own j.
 
     x: (T, in); a: (slices, rows, in), of x's dtype; counters: int32 zeros, left as zeros. Returns
-    `empty_h`, filled for all pairs of tiles that share anything. Sums are float32.
+    h (slices, pairs, tokens of a tile, ROWS), filled for all pairs of tiles that share anything.
+    Sums are float32; h is rounded to `h_dtype`.
     """
     assert x.stride(1) == a.stride(2) == 1
-    assert len(counters) >= num_pairs(rank_rows) * len(a)
     num_tokens, input_size = x.shape
-    num_slices, pairs = a.shape[0], num_pairs(rank_rows)
-    token_tiles, tokens = num_tiles(rank_rows), tile_tokens(rank_rows)
-    h = empty_h(a, rank_rows)
-    splits = max(1, _PROGRAMS // (token_tiles * num_slices))
-    split_size = max(_MIN_SPLIT, triton.cdiv(triton.cdiv(input_size, splits), _INPUTS) * _INPUTS)
-    splits = triton.cdiv(input_size, split_size)
-    num_sums = pairs * num_slices * splits
-    sums = torch.empty((num_sums, tokens, ROWS), dtype=torch.float32, device=x.device)
-    _shrink_kernel[token_tiles, num_slices, splits * row_programs(rank_rows)](
+    num_slices, tiles = a.shape[0], cut_of(rank_rows)
+    num_pairs = num_slices * tiles.num_pairs
+    assert counters.shape[0] >= num_pairs
+    h_shape = (num_slices, tiles.num_pairs, tiles.tokens, ROWS)
+    h = torch.empty(h_shape, dtype=h_dtype(a.dtype), device=a.device)
+    splits = max(1, _PROGRAMS // (tiles.num_tiles * num_slices))
+    split_size = max(_MIN_SPLIT, cdiv(cdiv(input_size, splits), _INPUTS) * _INPUTS)
+    splits = cdiv(input_size, split_size)
+    sums_shape = (num_pairs * splits, tiles.tokens, ROWS)
+    sums = torch.empty(sums_shape, dtype=torch.float32, device=x.device)
+    _shrink_kernel[tiles.num_tiles, num_slices, splits * tiles.row_programs](
         x,
         a,
         h,
@@ -134,18 +128,18 @@ def sgemm_lora_a(x: Tensor, a: Tensor, rank_rows: RankRows, counters: Tensor) ->
         input_size,
         splits,
         split_size,
-        pairs,
-        span(rank_rows),
+        tiles.num_pairs,
+        tiles.span,
         x.stride(0),
         a.stride(0),
         a.stride(1),
         h.stride(0),
-        BLOCK_M=tokens,
+        BLOCK_M=tiles.tokens,
         BLOCK_R=ROWS,
         BLOCK_K=_INPUTS,
         EVEN_K=input_size % _INPUTS == 0,
         STAGES=4,
-        ROW_PROGRAMS=row_programs(rank_rows),
+        ROW_PROGRAMS=tiles.row_programs,
         num_warps=4,
     )
     return h

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.partial import load_sum, parts_of
+from lorakeet.kernels.tiles import power_of_two
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def add_rms_norm(y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         parts.size,
         eps,
         PARTS=parts.num_parts,
-        BLOCK_N=triton.next_power_of_2(parts.size),
+        BLOCK_N=power_of_two(parts.size),
         num_warps=4,
     )
     return normed, total

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.attend import attend, tile_size
-from lorakeet.kernels.tiles import decode_tiles
+from lorakeet.kernels.tiles import cdiv, decode_tiles
 
 _MANY_HEADS = 1024  # each with a program of its own these take longer to launch than to merge
 
@@ -156,7 +156,7 @@ def paged_decode(
     group = num_heads // num_kv_heads
     most_keys = min(max_context_len, window) if window else max_context_len
     tiles = decode_tiles(num_decodes * num_kv_heads, head_dim * q.itemsize)
-    num_splits = max(1, min(tiles.max_splits, triton.cdiv(most_keys, tiles.min_split)))
+    num_splits = max(1, min(tiles.max_splits, cdiv(most_keys, tiles.min_split)))
     shape = (num_decodes, num_heads, num_splits)
     totals = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     weights = torch.empty(shape, dtype=torch.float32, device=q.device)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.attend import KEYS, attend, tile_size
+from lorakeet.kernels.tiles import cdiv
 
 ROWS = 64  # rows of a program's tile: query by query, the heads of a group side by side
 
@@ -97,7 +98,7 @@ def paged_prefill(
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
     num_sequences = context_lens.shape[0] - first_sequence
-    grid = (triton.cdiv(max_query_len * group, ROWS), num_sequences, num_kv_heads)
+    grid = (cdiv(max_query_len * group, ROWS), num_sequences, num_kv_heads)
     _prefill_kernel[grid](
         q,
         k_cache,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.partial import load_sum, parts_of
+from lorakeet.kernels.tiles import cdiv, power_of_two
 
 _ROWS = 4  # token rows of a program
 
@@ -118,7 +119,7 @@ def rotate_and_write(
     shape = (parts.num_rows, num_heads, head_dim)
     q = torch.empty(shape, dtype=k_cache.dtype, device=qkv.device)
     weights = (None, None, 0.0) if norms is None else norms
-    grid = (triton.cdiv(parts.num_rows, _ROWS), num_heads + 2 * num_kv_heads)
+    grid = (cdiv(parts.num_rows, _ROWS), num_heads + 2 * num_kv_heads)
     _heads_kernel[grid](
         qkv,
         q,
@@ -137,7 +138,7 @@ def rotate_and_write(
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_M=_ROWS,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim // 2)),
+        BLOCK_D=max(16, power_of_two(head_dim // 2)),
         num_warps=1,
     )
     return q

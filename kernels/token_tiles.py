@@ -5,16 +5,17 @@ A tile of tokens meets those tiles of rank rows in which any of its tokens own o
 are numbered: what the shrink leaves is one small matrix a pair.
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lorakeet.kernels.delta import Delta
-from lorakeet.kernels.lora_tiles import h_dtype, precision
+from lorakeet.kernels.lora_tiles import precision
 from lorakeet.kernels.rank_rows import RankRows
+from lorakeet.kernels.tiles import cdiv
 
 ROWS = 32  # rank rows of a tile
 _FEW_TOKENS = 512  # in a pass, as in decode, where each may have another adapter
@@ -22,53 +23,50 @@ _PROGRAMS = 512  # what fills a GPU
 _MOST_BLOCKS = 16
 
 
-def tile_tokens(rank_rows: RankRows) -> int:
-    """Tokens of a tile. With few in a pass, small tiles: a large one would work through the rows of
-    many adapters, one after the other, while most of a GPU has nothing to do."""
-    return _tile_tokens(len(rank_rows.order))
+@dataclass(frozen=True)
+class TokenTiles:
+    """How a pass is cut."""
+
+    tokens: int  # of a tile
+    num_tiles: int  # of tokens
+    row_programs: int  # of a shrink: they share the rank rows that a tile of tokens meets
+    span: int  # the most tiles of rank rows in which one token can own rows
+    num_pairs: int
 
 
-def row_programs(rank_rows: RankRows) -> int:
-    """Programs of a shrink that share the rank rows which a tile of tokens meets."""
-    return 4 if len(rank_rows.order) <= _FEW_TOKENS else 1
+@lru_cache
+def cut(num_tokens: int, num_rows: int, width: int) -> TokenTiles:
+    """A pass of so many tokens, with room for so many rows in its list, at most `width` a token.
+
+    With few tokens, in small tiles: a large one would work through the rows of many adapters, one
+    after the other, while most of a GPU has nothing to do.
+    """
+    tokens, row_programs = (16, 4) if num_tokens <= _FEW_TOKENS else (64, 1)
+    num_tiles, span = cdiv(num_tokens, tokens), cdiv(width, ROWS) + 1
+    # slots come in order, so tiles share rows with their neighbours alone
+    num_pairs = cdiv(num_rows, ROWS) + span * num_tiles
+    return TokenTiles(tokens, num_tiles, row_programs, span, num_pairs)
 
 
-def num_tiles(rank_rows: RankRows) -> int:
-    """Of tokens."""
-    return int(triton.cdiv(len(rank_rows.order), tile_tokens(rank_rows)))
-
-
-def span(rank_rows: RankRows) -> int:
-    """The most tiles of rank rows in which one token can own rows."""
-    return _span(rank_rows.width)
-
-
-def num_pairs(rank_rows: RankRows) -> int:
-    """Slots come in order, so tiles share rows with their neighbours alone."""
-    return _num_pairs(len(rank_rows.order), len(rank_rows.rows), rank_rows.width)
+def cut_of(rank_rows: RankRows) -> TokenTiles:
+    return cut(rank_rows.order.shape[0], rank_rows.rows.shape[0], rank_rows.width)
 
 
 def most_pairs(num_tokens: int, num_rows: int, width: int) -> int:
     """Of any pass with up to so many tokens, whose list has room for up to so many rows."""
     few = min(num_tokens, _FEW_TOKENS)  # in small tiles, which may be more
-    return max(_num_pairs(tokens, num_rows, width) for tokens in (few, num_tokens))
+    return max(cut(tokens, num_rows, width).num_pairs for tokens in (few, num_tokens))
 
 
 def columns_at_once(rank_rows: RankRows, size: int, block: int) -> int:
     """Outputs of a program, in whole blocks: several, as long as the programs fill a GPU."""
-    blocks = num_tiles(rank_rows) * triton.cdiv(size, block) // _PROGRAMS
-    return block * max(1, min(_MOST_BLOCKS, int(blocks)))
-
-
-def empty_h(a: Tensor, rank_rows: RankRows) -> Tensor:
-    """Room for the h of a: (slices, rows, in)."""
-    shape = (a.shape[0], num_pairs(rank_rows), tile_tokens(rank_rows), ROWS)
-    return torch.empty(shape, dtype=h_dtype(a.dtype), device=a.device)
+    blocks = cut_of(rank_rows).num_tiles * cdiv(size, block) // _PROGRAMS
+    return block * max(1, min(_MOST_BLOCKS, blocks))
 
 
 def delta_args(delta: Delta) -> dict[str, Any]:
     """What the kernels that expand take of a delta, by name."""
-    rank_rows = delta.rank_rows
+    rank_rows, tiles = delta.rank_rows, cut_of(delta.rank_rows)
     assert delta.h.is_contiguous()
     assert delta.b.stride(1) == 1
     return {
@@ -80,28 +78,15 @@ def delta_args(delta: Delta) -> dict[str, Any]:
         "magnitudes": rank_rows.magnitudes,
         "rows": rank_rows.rows,
         "count_at": rank_rows.count,
-        "num_tokens": len(rank_rows.order),
-        "span": span(rank_rows),
+        "num_tokens": rank_rows.order.shape[0],
+        "span": tiles.span,
         "h_slice_stride": delta.h.stride(0),
         "b_row_stride": delta.b.stride(0),
-        "SLICES": len(delta.h),
+        "SLICES": delta.h.shape[0],
         "PRECISION": precision(delta.b.dtype),
-        "BLOCK_M": tile_tokens(rank_rows),
+        "BLOCK_M": tiles.tokens,
         "BLOCK_R": ROWS,
     }
-
-
-def _tile_tokens(num_tokens: int) -> int:
-    return 16 if num_tokens <= _FEW_TOKENS else 64
-
-
-def _span(width: int) -> int:
-    return int(triton.cdiv(width, ROWS)) + 1
-
-
-def _num_pairs(num_tokens: int, num_rows: int, width: int) -> int:
-    token_tiles = triton.cdiv(num_tokens, _tile_tokens(num_tokens))
-    return int(triton.cdiv(num_rows, ROWS) + _span(width) * token_tiles)
 
 
 @triton.jit

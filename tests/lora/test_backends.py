@@ -121,7 +121,7 @@ def test_there_are_counters_for_the_largest_pass(
     """Of 256 adapters that list all they can: tiles of 32 rows, and of 16 or 64 tokens."""
     from lorakeet.kernels.rank_rows import RankRows
     from lorakeet.kernels.tiles import ROWS_AT_ONCE
-    from lorakeet.kernels.token_tiles import num_pairs
+    from lorakeet.kernels.token_tiles import cut_of
     from lorakeet.lora.triton_backend import most_counters
 
     width = table_width(2 * max_rank)
@@ -133,7 +133,7 @@ def test_there_are_counters_for_the_largest_pass(
             tokens = torch.empty(num_tokens, device="meta")
             rows = torch.empty(256 * width, device="meta")
             rank_rows = RankRows(*[tokens] * 5, *[rows] * 3, width)
-            assert num_pairs(rank_rows) * 3 <= found
+            assert cut_of(rank_rows).num_pairs * 3 <= found
             assert -(-len(rows) // ROWS_AT_ONCE) * 3 <= found
 
 
