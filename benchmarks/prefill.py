@@ -76,7 +76,7 @@ def main() -> None:
     passes = {count: captured_pass(bench, batch) for count, batch in batches.items()}
     rounds = [{count: median_ms(run, 7) for count, run in passes.items()} for _ in range(ROUNDS)]
     times = {count: statistics.median(each[count] for each in rounds) for count in counts}
-    floor = bench.products_seconds(sequences * tokens, ceilings) * 1e3
+    floor = bench.floor(ceilings).products_ms(sequences * tokens)
     print(f"{sequences} sequences of {tokens} tokens, floor of the products {floor:.2f} ms")
     print("adapters       ms  ms/floor  without/with")
     for count, ms in times.items():

@@ -158,7 +158,7 @@ def run_rank(args: argparse.Namespace) -> None:
             x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
             results["sums"][rows] = sums_of(group, x)
     for point in args.points.split(","):
-        step, _ = bench.point(point)
+        step = bench.point(point)
         results["steps"][point] = median_ms(step)
         if point == args.profile and device.type == "cuda":
             results["kernels"] = kernels_of(step)
