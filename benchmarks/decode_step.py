@@ -40,7 +40,7 @@ PEERS = {
 RANKS = {"small": (8,), "mixed": (64, 8)}  # in turn; all others are 16
 MIXES = ("distinct", "uniform", "skewed", "identical")
 POINTS = "1:0,1:1,32:0,32:1,32:8,32:32,32:distinct,32:uniform,32:skewed,32:identical,64:0,64:1,64:8,64:32,64:64,64:small,64:mixed,128:0,128:1,128:8,128:32,128:64,256:0,256:1,256:8,256:32,256:64"  # noqa: E501
-SMOKE_POINTS = "1:0,4:2,4:small,4:mixed,4:uniform,4:skewed"
+SMOKE_POINTS = "1:0,2:1,2:small,2:mixed,2:uniform,2:skewed"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def main() -> None:
     bench = Bench(values, device, context, wrapped=False)
     ceilings = measure_ceilings(device)
     print(ceilings)
-    base_only = bench.base_only(4 if args.smoke else 64)
+    base_only = bench.base_only(2 if args.smoke else 64)
     print(
         "batch:adapters  step ms  floor ms  step/floor  best peer  peer/step  LoRA ms  its bytes ms"
     )

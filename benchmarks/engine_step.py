@@ -79,6 +79,7 @@ class Scale:
     short: int  # tokens of an answer
     long: int
     repeats: int
+    max_model_len: int
     device: str
 
     @property
@@ -90,9 +91,9 @@ class Scale:
 FULL = Scale(
     LLAMA_8B,
     ",".join(point for point in POINTS.split(",") if point.split(":")[1] not in MIXES),
-    *(64, 128, 64, 320, 3, "cuda"),
+    *(64, 128, 64, 320, 3, 4096, "cuda"),
 )
-SMOKE = Scale(TINY, "1:0,3:2,2:mixed", *(2, 8, 4, 20, 1, "cpu"))
+SMOKE = Scale(TINY, "1:0,3:2,2:mixed", *(2, 8, 4, 20, 1, 64, "cpu"))
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def make_settings(model: Path, scale: Scale, max_num_seqs: int, gpu_share: float
         model=str(model),
         load_format="dummy",
         device=scale.device,
-        max_model_len=4096,
+        max_model_len=scale.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=8192,
         max_loras=MAX_LORAS,
