@@ -46,7 +46,6 @@ class Captured:
 def graph_of(step: Callable[[], object]) -> Callable[[], object]:
     """`step`, captured; on the CPU itself."""
     if not torch.cuda.is_available():
-        step()
         return step
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

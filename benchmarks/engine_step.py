@@ -288,7 +288,7 @@ def main() -> None:
         args.json.write_text(json.dumps(found, indent=1))
     if beside := [result for result in results if result.peer_ms]:
         worst = min(beside, key=lambda result: result.peer_ratio)
-        print(f"worst peer/step: {worst.peer_ratio:.2f}, at {worst.point}")
+        print(f"worst peer/step, at {worst.point}: {worst.peer_ratio:.2f}")
 
 
 if __name__ == "__main__":
