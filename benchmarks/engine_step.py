@@ -19,6 +19,7 @@ same with adapters loaded but not used. The last line is the worst peer/step of 
 """
 
 import argparse
+import gc
 import json
 import math
 import tempfile
@@ -39,6 +40,7 @@ from shapes import LLAMA_8B, TINY, write_adapter, write_model
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
+from lorakeet.server.engine.process import set_up_threads
 from lorakeet.server.engine.run import make_scheduler
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
@@ -68,7 +70,7 @@ SAMPLING = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """What `--smoke` makes small."""
 
@@ -89,11 +91,27 @@ class Scale:
 
 
 FULL = Scale(
-    LLAMA_8B,
-    ",".join(point for point in POINTS.split(",") if point.split(":")[1] not in MIXES),
-    *(64, 128, 64, 320, 3, 4096, "cuda"),
+    model=LLAMA_8B,
+    points=",".join(point for point in POINTS.split(",") if point.split(":")[1] not in MIXES),
+    base_only=64,
+    prompt=128,
+    short=64,
+    long=320,
+    repeats=3,
+    max_model_len=4096,
+    device="cuda",
 )
-SMOKE = Scale(TINY, "1:0,3:2,2:mixed", *(2, 8, 4, 20, 1, 64, "cpu"))
+SMOKE = Scale(
+    model=TINY,
+    points="1:0,3:2,2:mixed",
+    base_only=2,
+    prompt=8,
+    short=4,
+    long=20,
+    repeats=1,
+    max_model_len=64,
+    device="cpu",
+)
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,8 @@ class Engine:
     """The loop of `EngineLoop`, with a clock on what it waits for."""
 
     def __init__(self, settings: Settings, scale: Scale) -> None:
+        set_up_threads(settings)  # this, and gc's freeze, as in the engine's process
+        gc.freeze()
         self.runner = Runner(settings, Path(str(settings.model)))
         self.scheduler = make_scheduler(settings, self.runner)
         self.scale, self.graphs = scale, self.runner.graphs
@@ -217,9 +237,12 @@ def print_result(result: Result) -> None:
     )
 
 
-def base_only(engine: Engine, model: Path) -> float:
+def base_only(engine: Engine, model: Path, folder: Path) -> float:
     """A step without adapters in an engine without LoRA, over that of `engine`, taking turns."""
     scale = engine.scale
+    others = Point.parse(f"{scale.base_only}:{scale.base_only}")
+    engine.add_adapters(others.ranks, folder)
+    engine.generate(others, SERVED, 1)  # their adapters are in the pool now
     with patch("lorakeet.server.engine.runner.wrap_model"):  # the model stays as it is
         plain = Engine(make_settings(model, scale, scale.base_only, 0.9), scale)
     point = Point.parse(f"{scale.base_only}:0")
@@ -252,9 +275,9 @@ def choice_of(known: dict[str, Way]) -> Callable[[str], dict[str, Way]]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--points", default="", help="as in decode_step.py")
-    parser.add_argument("--modes", type=choice_of(MODES), default={}, help="also: 1, eager")
+    parser.add_argument("--modes", type=choice_of(MODES), default={}, help="beside it: 1, eager")
     parser.add_argument(
-        "--sampling", type=choice_of(SAMPLING), default={}, help="also: top_p, penalties"
+        "--sampling", type=choice_of(SAMPLING), default={}, help="beside it: top_p, penalties"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true")
@@ -280,7 +303,7 @@ def main() -> None:
         )
         ways = args.modes | args.sampling
         results = [r for each in points for r in measure_point(engine, each, ways, ceilings)]
-        ratio = base_only(engine, model)
+        ratio = base_only(engine, model, Path(name))
         engine.runner.shutdown()
     if args.json:
         rows = [asdict(result) for result in results]
