@@ -134,8 +134,7 @@ class Engine:
     """The loop of `EngineLoop`, with a clock on what it waits for."""
 
     def __init__(self, settings: Settings, scale: Scale) -> None:
-        set_up_threads(settings)  # this, and gc's freeze, as in the engine's process
-        gc.freeze()
+        set_up_threads(settings)
         self.runner = Runner(settings, Path(str(settings.model)))
         self.scheduler = make_scheduler(settings, self.runner)
         self.scale, self.graphs = scale, self.runner.graphs
@@ -289,6 +288,7 @@ def main() -> None:
     scale = SMOKE if args.smoke else FULL
     points = (args.points or scale.points).split(",")
     sizes = [Point.parse(name).size for name in points]
+    gc.freeze()  # as the engine's process does
     ceilings = measure_ceilings(scale.device)
     print(ceilings)
     with tempfile.TemporaryDirectory() as name:
@@ -305,6 +305,7 @@ def main() -> None:
         results = [r for each in points for r in measure_point(engine, each, ways, ceilings)]
         ratio = base_only(engine, model, Path(name))
         engine.runner.shutdown()
+    gc.unfreeze()  # what is frozen at the end, Triton's bindings call leaked
     if args.json:
         rows = [asdict(result) for result in results]
         found = {"ceilings": asdict(ceilings), "base_only": ratio, "points": rows}
