@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     scale = SMOKE if args.smoke else FULL
-    seconds = args.seconds or (3.0 if args.smoke else 10.0)
+    seconds = args.seconds or (1.0 if args.smoke else 10.0)
     fitting = args.adapters // 2
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)

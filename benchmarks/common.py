@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows, SlotRows, list_rank_rows, pack, unpack
+from lorakeet.lora.adapter import GroupSpec
 from lorakeet.lora.batch import LoRABatch, LoRAForwardBatch
 from lorakeet.lora.layers import wrap_model
 from lorakeet.lora.pool import AdapterPool
@@ -46,7 +47,6 @@ class Captured:
 def graph_of(step: Callable[[], object]) -> Callable[[], object]:
     """`step`, captured; on the CPU itself."""
     if not torch.cuda.is_available():
-        step()
         return step
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -108,6 +108,45 @@ def measure_ceilings(device: str) -> Ceilings:
     return Ceilings(copy, max(read, copy), flops)
 
 
+@dataclass(frozen=True)
+class Floor:
+    """What no pass of a model takes less than, under ceilings of the same run."""
+
+    config: ModelConfig
+    specs: Sequence[GroupSpec]  # of the layers
+    width: int  # bytes of a value
+    ceilings: Ceilings
+
+    def products_ms(self, tokens: int) -> float:
+        """Of the layers' products: each its bytes or its operations, whichever takes longer."""
+        shapes = [(s.num_layers, s.input_size * s.output_size) for s in self.specs]
+        return sum(count * self._product_ms(tokens, values) for count, values in shapes)
+
+    def decode_ms(self, size: int, context: int, ranks: Sequence[int]) -> float:
+        """Of a step of `size` sequences: the products with the head's, the KV cache, and the
+        distinct adapters, of these ranks."""
+        config = self.config
+        head = self._product_ms(size, config.hidden_size * config.vocab_size)
+        kv = 2 * config.num_hidden_layers * config.kv_size * self.width * size * context
+        kv_ms = 1e3 * kv / self.ceilings.read
+        return self.products_ms(size) + head + kv_ms + self.adapters_ms(ranks)
+
+    def adapters_ms(self, ranks: Sequence[int]) -> float:
+        """Of reading adapters of these ranks once."""
+        row = sum(
+            s.num_layers * (len(s.slice_sizes) * s.input_size + s.output_size) for s in self.specs
+        )
+        return 1e3 * sum(ranks) * row * self.width / self.ceilings.read
+
+    def _product_ms(self, tokens: int, weights: int) -> float:
+        return 1e3 * self.ceilings.seconds(self.width * weights, 2 * tokens * weights)
+
+
+def layer_specs(config: ModelConfig) -> list[GroupSpec]:
+    """All projections: what is in each layer, not embedding and head."""
+    return [spec for spec in group_specs(config) if spec.num_layers > 1]
+
+
 # --- what is measured ---
 
 
@@ -129,7 +168,7 @@ class ModelBench:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(False)
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(0, 0.02)
-        self.specs = [s for s in group_specs(self.config) if s.num_layers > 1]
+        self.specs = layer_specs(self.config)
         self.pool = AdapterPool(
             self.specs, MAX_LORAS + 1, 40 * MAX_LORAS, TABLE_WIDTH, dtype, device
         )
@@ -213,20 +252,5 @@ class ModelBench:
             batch.lora.arrivals.zero_()
         return self.model(batch)
 
-    def products_seconds(self, tokens: int, ceilings: Ceilings) -> float:
-        """No pass's products, without the head's, take less."""
-        width = self.model.dtype.itemsize
-        return sum(
-            spec.num_layers
-            * ceilings.seconds(
-                width * spec.input_size * spec.output_size,
-                2 * tokens * spec.input_size * spec.output_size,
-            )
-            for spec in self.specs
-        )
-
-    def row_values(self) -> int:
-        """Values of one rank row over all layers."""
-        return sum(
-            s.num_layers * (len(s.slice_sizes) * s.input_size + s.output_size) for s in self.specs
-        )
+    def floor(self, ceilings: Ceilings) -> Floor:
+        return Floor(self.config, self.specs, self.model.dtype.itemsize, ceilings)

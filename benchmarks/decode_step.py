@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import MAX_LORAS, Ceilings, ModelBench, graph_of, measure_ceilings, median_ms
+from common import MAX_LORAS, Floor, ModelBench, graph_of, measure_ceilings, median_ms
 from shapes import LLAMA_8B, TINY
 from torch import Tensor
 
@@ -40,7 +40,7 @@ PEERS = {
 RANKS = {"small": (8,), "mixed": (64, 8)}  # in turn; all others are 16
 MIXES = ("distinct", "uniform", "skewed", "identical")
 POINTS = "1:0,1:1,32:0,32:1,32:8,32:32,32:distinct,32:uniform,32:skewed,32:identical,64:0,64:1,64:8,64:32,64:64,64:small,64:mixed,128:0,128:1,128:8,128:32,128:64,256:0,256:1,256:8,256:32,256:64"  # noqa: E501
-SMOKE_POINTS = "1:0,4:2,4:small,4:mixed,4:uniform,4:skewed"
+SMOKE_POINTS = "1:0,2:small,2:mixed"
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,27 @@ class Result:
     @property
     def ratio(self) -> float:
         return self.step_ms / self.floor_ms
+
+
+@dataclass(frozen=True)
+class Point:
+    """The adapters of a batch."""
+
+    adapters: list[int]  # of each row, numbered from 0 on; -1: none
+    ranks: tuple[int, ...]  # of each adapter
+
+    @property
+    def size(self) -> int:
+        return len(self.adapters)
+
+    @classmethod
+    def parse(cls, name: str) -> "Point":
+        size, kind = int(name.split(":")[0]), name.split(":")[1]
+        if kind == "0":
+            return cls([-1] * size, ())
+        adapters = np.unique(adapters_of_rows(size, kind), return_inverse=True)[1].tolist()
+        count = max(adapters) + 1
+        return cls(adapters, (RANKS.get(kind, (16,)) * count)[:count])
 
 
 def adapters_of_rows(size: int, kind: str) -> list[int]:
@@ -80,36 +101,21 @@ class Bench(ModelBench):
         with torch.inference_mode():
             return graph_of(run)
 
-    def point(self, name: str) -> tuple[Callable[[], object], float]:
-        """The captured step, and the bytes of its distinct adapters."""
-        size, kind = int(name.split(":")[0]), name.split(":")[1]
-        slots = np.zeros(size, np.int32)
-        ranks: tuple[int, ...] = ()
-        if kind != "0":
-            adapters = np.unique(adapters_of_rows(size, kind), return_inverse=True)[1]
-            count = int(adapters.max()) + 1
-            ranks = (RANKS.get(kind, (16,)) * count)[:count]
-            slots = np.random.default_rng(2).permutation(adapters + 1).astype(np.int32)
-        self.set_ranks(ranks)
-        step = self.step(self.batch(size, slots))
-        return step, sum(ranks) * self.row_values() * self.model.dtype.itemsize
+    def point(self, name: str) -> Callable[[], object]:
+        """The captured step."""
+        point = Point.parse(name)
+        self.set_ranks(point.ranks)
+        slots = np.random.default_rng(2).permutation(np.array(point.adapters, np.int32) + 1)
+        return self.step(self.batch(point.size, slots))
 
-    def floor_ms(self, size: int, lora_bytes: float, ceilings: Ceilings) -> float:
-        config, width = self.config, self.model.dtype.itemsize
-        head = config.hidden_size * config.vocab_size
-        seconds = self.products_seconds(size, ceilings)
-        seconds += ceilings.seconds(width * head, 2 * size * head)
-        kv = 2 * config.num_hidden_layers * config.kv_size * width * size * self.context
-        return (seconds + (kv + lora_bytes) / ceilings.read) * 1e3
-
-    def base_only(self, size: int) -> float:
+    def base_only(self, size: int, rounds: int) -> float:
         """The base model's step, before `wrap` over after it, with adapters loaded but not used."""
         self.set_ranks([16] * MAX_LORAS)
         batch = self.batch(size, np.zeros(size, np.int32))
         plain = self.step(batch)
         self.wrap()
         wrapped = self.step(batch)
-        times = [(median_ms(plain), median_ms(wrapped)) for _ in range(3)]
+        times = [(median_ms(plain), median_ms(wrapped)) for _ in range(rounds)]
         plain_ms, wrapped_ms = (statistics.median(each) for each in zip(*times, strict=True))
         print(
             f"base only, batch {size}: {plain_ms:.3f} ms unwrapped, {wrapped_ms:.3f} ms wrapped, "
@@ -138,19 +144,18 @@ def profile(step: Callable[[], object]) -> None:
     print(f"{total / 1e3:8.3f} ms in kernels")
 
 
-def measure_point(bench: Bench, name: str, ceilings: Ceilings, base: dict[int, float]) -> Result:
+def measure_point(bench: Bench, name: str, floor: Floor, base: dict[int, float]) -> Result:
     """Prints its line. `base`: the steps without adapters so far, by batch size."""
-    step, lora_bytes = bench.point(name)
-    size, ms = int(name.split(":")[0]), median_ms(step)
-    if lora_bytes == 0:
-        base[size] = ms
+    point, ms = Point.parse(name), median_ms(bench.point(name))
+    if not point.ranks:
+        base[point.size] = ms
     result = Result(
         name,
         ms,
-        bench.floor_ms(size, lora_bytes, ceilings),
+        floor.decode_ms(point.size, bench.context, point.ranks),
         PEERS.get(name),
-        ms - base[size] if size in base and lora_bytes else None,
-        lora_bytes / ceilings.read * 1e3,
+        ms - base[point.size] if point.size in base and point.ranks else None,
+        floor.adapters_ms(point.ranks),
     )
     peer = f"{result.peer_ms:9.2f}  {result.peer_ms / ms:9.2f}" if result.peer_ms else " " * 20
     price = "" if result.lora_ms is None else f"{result.lora_ms:7.2f}  {result.lora_bytes_ms:12.2f}"
@@ -197,17 +202,18 @@ def main() -> None:
     bench = Bench(values, device, context, wrapped=False)
     ceilings = measure_ceilings(device)
     print(ceilings)
-    base_only = bench.base_only(4 if args.smoke else 64)
+    base_only = bench.base_only(*(2, 1) if args.smoke else (64, 3))
     print(
         "batch:adapters  step ms  floor ms  step/floor  best peer  peer/step  LoRA ms  its bytes ms"
     )
     base: dict[int, float] = {}
-    results = [measure_point(bench, name, ceilings, base) for name in points.split(",")]
+    floor = bench.floor(ceilings)
+    results = [measure_point(bench, name, floor, base) for name in points.split(",")]
     print_mixes(results)
     print_neighbours(results)
     for name in filter(None, args.profile.split(",")):
         print(f"kernels at {name}")
-        profile(bench.point(name)[0])
+        profile(bench.point(name))
     if args.json:
         rows = [asdict(result) for result in results]
         found = {"ceilings": asdict(ceilings), "base_only": base_only, "points": rows}

@@ -4,7 +4,8 @@
 
 The model is one whose shape is in benchmarks/shapes.py, or a folder with a config.json. CUDA graphs
 and the working memory of the largest pass are measured at the server's start; here they are an
-allowance, with rank 0's token counts.
+allowance, with rank 0's token counts. The last line: what is left for the KV cache over what may be
+used.
 """
 
 import argparse
@@ -101,6 +102,7 @@ def main() -> None:
     print(f"An adapter takes {row:.2f} MiB for each rank that it has;")
     print(f"  the pool holds {found.rows}: {adapters} adapters of the largest rank.")
     print(f"A token takes {token:.0f} KiB of KV cache; there is room for {found.tokens}.")
+    print(f"KV cache over what may be used: {found.kv_cache / found.usable:.2f}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shapes import LLAMA_8B, TINY
 
 from lorakeet.lora.batch import LoRAForwardBatch
 
-RANK, ROUNDS = 16, 3
+RANK = 16
 
 
 def prefill_batch(
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     counts = sorted({0, *map(int, args.adapters.split(","))})
     assert len(counts) > 1, "--adapters names no count above 0"
-    sequences, tokens = (3, 50) if args.smoke else (args.sequences, args.tokens)
+    sequences, tokens, repeats = (2, 20, 1) if args.smoke else (args.sequences, args.tokens, 3)
     device = "cpu" if args.smoke else "cuda"
     bench = ModelBench(TINY if args.smoke else LLAMA_8B, device, tokens)
     ceilings = measure_ceilings(device)
@@ -74,9 +74,9 @@ def main() -> None:
     bench.bind_cache(sequences * -(-tokens // BLOCK_SIZE))
     batches = {count: prefill_batch(bench, sequences, tokens, count) for count in counts}
     passes = {count: captured_pass(bench, batch) for count, batch in batches.items()}
-    rounds = [{count: median_ms(run, 7) for count, run in passes.items()} for _ in range(ROUNDS)]
+    rounds = [{count: median_ms(run, 7) for count, run in passes.items()} for _ in range(repeats)]
     times = {count: statistics.median(each[count] for each in rounds) for count in counts}
-    floor = bench.products_seconds(sequences * tokens, ceilings) * 1e3
+    floor = bench.floor(ceilings).products_ms(sequences * tokens)
     print(f"{sequences} sequences of {tokens} tokens, floor of the products {floor:.2f} ms")
     print("adapters       ms  ms/floor  without/with")
     for count, ms in times.items():

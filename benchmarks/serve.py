@@ -3,7 +3,8 @@
     python benchmarks/serve.py [--adapters 32] [--ranks 16] [--rates 4,8,16] [--duration 30]
 
 Starts `lorakeet serve --load-format dummy` as a process of its own, registers the adapters, runs
-`lorakeet bench` (S-LoRA's workload) at each rate, and stops the server. Needs a CUDA GPU.
+`lorakeet bench` (S-LoRA's workload) at each rate, and stops the server. The last line: requests
+served a second, over those sent, at the highest rate. Needs a CUDA GPU.
 """
 
 import argparse
@@ -51,11 +52,12 @@ def main() -> None:
             write_adapter(target, LLAMA_8B, ranks[index % len(ranks)], seed=index)
         log, options = arguments.out / "server.log", server_options(folder, arguments)
         with served(folder / "model", options, log, arguments.port) as url:
-            for rate in map(float, arguments.rates.split(",")):
+            for rate in sorted(map(float, arguments.rates.split(","))):
                 result = arguments.out / f"serve-{rate:g}.json"
                 bench(url, rate, arguments, result)
                 numbers = json.loads(result.read_text())
                 print(f"rate {rate:g}: {numbers['output_tokens_per_second']:.0f} output tokens/s")
+    print(f"served over sent, at {rate:g} a second: {numbers['requests_per_second'] / rate:.2f}")
 
 
 if __name__ == "__main__":

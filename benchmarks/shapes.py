@@ -49,6 +49,7 @@ TINY = LLAMA_8B | {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "vocab_size": 128,
+    "max_position_embeddings": 256,
     "torch_dtype": "float32",
     "bos_token_id": 1,
     "eos_token_id": 2,
