@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import free_port
+from lorakeet.models.process_group import listen
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -42,7 +42,9 @@ def test_it_ends_with_a_ratio(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cold", "swap"])
 def test_one_with_a_server_ends_with_a_ratio(name: str) -> None:
-    line = last_line(f"{name}.py", "--smoke", "--port", str(free_port()))
+    with listen() as unused:
+        port = unused.getsockname()[1]
+    line = last_line(f"{name}.py", "--smoke", "--port", str(port))
     assert is_ratio(line), line
 
 
