@@ -1,7 +1,7 @@
 """Rows of the embedding and the output head that adapters have in place of the base's.
 
-They lie beside the pool's rank rows, each slot's in tensors of its own. A pass in which no row's
-adapter has any does no work here.
+They lie beside the pool's rank rows, each slot's in tensors of its own. An eager pass in which no
+row's adapter has any does no work here.
 """
 
 from collections.abc import Callable, Iterator
@@ -77,11 +77,17 @@ class StaticEmbeddings:
     """Embeddings of a pass that are not the base's, in tensors that stay in their place: a CUDA
     graph reads them, whatever the mix of adapters is that they are from."""
 
-    def __init__(self, values: Tensor) -> None:
-        """`values`: room for the embeddings of a pass (T, hidden), finite."""
-        self._values = values
-        self._is_own = torch.zeros((len(values), 1), dtype=torch.bool, device=values.device)
+    def __init__(
+        self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """For passes of up to so many tokens."""
+        self._values = torch.zeros((num_tokens, hidden_size), dtype=dtype, device=device)
+        self._is_own = torch.zeros((num_tokens, 1), dtype=torch.bool, device=device)
         self._is_clear = True
+
+    @property
+    def num_bytes(self) -> int:
+        return self._values.nbytes + self._is_own.nbytes
 
     def clear(self) -> None:
         """All are the base's."""

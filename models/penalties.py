@@ -3,10 +3,17 @@
 A step adds one token to a row: its work depends on the vocabulary, not on how many came before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from lorakeet.models.transfer import upload
+
+TokenIds = Sequence[int] | NDArray[np.integer]
 
 _IN_PROMPT, _GENERATED = 1, 2  # what a token adds to its mark: once, and each time
 
@@ -19,6 +26,10 @@ class TokenCounts:
         self._marks = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)
 
     @property
+    def device(self) -> torch.device:
+        return self._marks.device
+
+    @property
     def vocab_size(self) -> int:
         return self._marks.shape[1]
 
@@ -27,16 +38,21 @@ class TokenCounts:
         return self._marks.nbytes
 
     def widen(self, vocab_size: int) -> None:
-        """Make room for so many tokens: an adapter may have more than the model."""
+        """Make room for so many tokens: an adapter may have more than there is room for."""
         if (missing := vocab_size - self.vocab_size) > 0:
             self._marks = torch.nn.functional.pad(self._marks, (0, missing))
 
-    def start(self, row: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-        """A new sequence has this row. Ids: int64, on the device, below `vocab_size`."""
+    def start(self, row: int, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
+        """A new sequence has this row. Token ids outside the vocabulary are ignored."""
+        prompt, output = (
+            ids[(ids >= 0) & (ids < self.vocab_size)]  # an id outside would write elsewhere
+            for ids in (np.array(prompt_ids, np.int64), np.array(output_ids, np.int64))
+        )
+        both = upload(np.concatenate([prompt, output]), self._marks.device)
         marks = self._marks[row].zero_()
-        marks.scatter_(0, prompt_ids, _IN_PROMPT)
-        once = torch.full_like(output_ids, _GENERATED, dtype=torch.int32)
-        marks.scatter_add_(0, output_ids, once)
+        marks.scatter_(0, both[: len(prompt)], _IN_PROMPT)
+        once = torch.full_like(both[len(prompt) :], _GENERATED, dtype=torch.int32)
+        marks.scatter_add_(0, both[len(prompt) :], once)
 
     def add(self, rows: Tensor, token_ids: Tensor) -> None:
         """One more generated token in each of the rows, (N,) int64, no two alike."""
@@ -89,6 +105,34 @@ class Penalties:
     def count(self, token_ids: Tensor) -> None:
         """The tokens (L,) int64 chosen for the batch, for the penalties of the next step."""
         self.counts.add(self.rows, token_ids[self.places])
+
+
+def build_penalties(
+    counts: TokenCounts,
+    rows: NDArray[np.int64],
+    places: NDArray[np.int64],
+    values: NDArray[np.float64],
+) -> Penalties | None:
+    """Penalties of the batch's rows `places` (N,), which are `rows` (N,) of `counts`.
+
+    `values`: (3, N), repetition, presence and frequency penalty. None when all change nothing.
+    """
+    used = (values != [[1.0], [0.0], [0.0]]).any(axis=1).tolist()
+    if not any(used):
+        return None
+    on_device = upload(values.astype(np.float32), counts.device)[:, :, None]
+    repetition, presence, frequency = (
+        value if is_used else None for value, is_used in zip(on_device, used, strict=True)
+    )
+    indices = upload(np.stack([rows, places]), counts.device)
+    return Penalties(
+        counts=counts,
+        rows=indices[0],
+        places=indices[1],
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+    )
 
 
 def _penalize(

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakeet.models.penalties import Penalties, TokenCounts
+from lorakeet.models.penalties import Penalties, TokenCounts, build_penalties
 from lorakeet.models.transfer import upload
 
 _GREEDY_BELOW = 1e-5  # at such a temperature all but exact ties is greedy, in float32
+_MOST_SELECTED = 1024
 _WEIGHT_ONE = 2.0**40  # weight of the likeliest token; 2^22 tokens of it still fit an int64
 
 
@@ -125,59 +126,14 @@ def build(
     )
     counts = counts or TokenCounts(len(rows), vocab_size, device)
     for index, row in enumerate(rows):
-        start_row(counts, index, row.prompt_ids, row.output_ids, device)
+        counts.start(index, row.prompt_ids, row.output_ids)
     indices = np.arange(len(rows))
     values = [[row.repetition_penalty, row.presence_penalty, row.frequency_penalty] for row in rows]
-    penalties = build_penalties(counts, indices, indices, np.array(values).T, device)
+    penalties = build_penalties(counts, indices, indices, np.array(values).T)
     wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     num_logprobs = max(wanted) if wanted else None
     edited = dict(enumerate(rows))
     return build_columns(columns, penalties, edited, num_logprobs, vocab_size, device)
-
-
-def start_row(
-    counts: TokenCounts,
-    row: int,
-    prompt_ids: Sequence[int] | NDArray[np.integer],
-    output_ids: Sequence[int] | NDArray[np.integer],
-    device: torch.device | str = "cpu",
-) -> None:
-    """A new sequence has this row of `counts`. Token ids outside the vocabulary are ignored."""
-    prompt, output = (
-        ids[(ids >= 0) & (ids < counts.vocab_size)]  # an id outside would write elsewhere
-        for ids in (np.array(prompt_ids, np.int64), np.array(output_ids, np.int64))
-    )
-    ids = upload(np.concatenate([prompt, output]), device)
-    counts.start(row, ids[: len(prompt)], ids[len(prompt) :])
-
-
-def build_penalties(
-    counts: TokenCounts,
-    rows: NDArray[np.int64],
-    places: NDArray[np.int64],
-    values: NDArray[np.float64],
-    device: torch.device | str = "cpu",
-) -> Penalties | None:
-    """Penalties of the batch's rows `places` (N,), which are `rows` (N,) of `counts`.
-
-    `values`: (3, N), repetition, presence and frequency penalty. None when all change nothing.
-    """
-    used = (values != [[1.0], [0.0], [0.0]]).any(axis=1).tolist()
-    if not any(used):
-        return None
-    on_device = upload(values.astype(np.float32), device)[:, :, None]
-    repetition, presence, frequency = (
-        value if is_used else None for value, is_used in zip(on_device, used, strict=True)
-    )
-    indices = upload(np.stack([rows, places]), device)
-    return Penalties(
-        counts=counts,
-        rows=indices[0],
-        places=indices[1],
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
-    )
 
 
 def build_columns(
@@ -315,8 +271,9 @@ def filter_weights(scaled: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _likeliest(scaled: Tensor, count: int) -> Tensor:
-    """The largest values (L, count), in descending order: to sort all takes many times as long."""
-    if count < scaled.shape[1]:
+    """At least the largest `count` values of each row, in descending order. To sort all takes many
+    times as long as to select few, and less memory than to select many."""
+    if count <= min(_MOST_SELECTED, scaled.shape[1]):
         return scaled.topk(count, dim=1).values
     return scaled.sort(dim=1, descending=True).values
 

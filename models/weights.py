@@ -30,7 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _FILE_DTYPES = ("F32", "BF16", "F16")
 _INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _HEAD = "lm_head.weight"
-_READERS = 8  # threads: one alone copies more slowly than a fast disk reads
+_READERS = 4  # threads: one alone copies more slowly than a fast disk reads
 _PROGRESS_AFTER = 2.0  # seconds; a load that is over sooner shows no bar
 
 

@@ -138,9 +138,8 @@ class PassGraphs:
         self._max_context_len = max_context_len
         self.sizes = graph_sizes(max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens)))
         self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
-        shape = (self.sizes[-1], model.config.hidden_size)
         self._embeddings = StaticEmbeddings(
-            torch.zeros(shape, dtype=model.dtype, device=rows.device)
+            self.sizes[-1], model.config.hidden_size, model.dtype, rows.device
         )
         self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
         self._stream = None if self._pool is None else torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
@@ -166,7 +165,8 @@ class PassGraphs:
         for with_lora in (True, False):
             self._capture(self.sizes[-1], with_lora)
             free.append(free_memory())
-        return free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
+        graphs = free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
+        return graphs + self._embeddings.num_bytes
 
     @property
     def limits(self) -> ReplayLimits:

@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 
 MiB = 2**20
 
-# Every step of the sampler at once. No top-k: it would spare top-p the sort of all tokens.
+ADDED_TOKENS = 1024  # that an adapter may bring before penalties need more memory for them
+
+# What takes the most. No top-k: it would spare top-p the sort of all tokens.
 WORST_SAMPLING = SamplingRow(
     top_p=0.9,
     min_p=0.1,

@@ -297,7 +297,8 @@ class Runner:
         max_len = max(max_len, settings.max_num_batched_tokens)  # of the worst pass
         self.device_rows = self._make_device_rows(max_len)
         num_counted = 0 if self.group.rank else settings.max_num_seqs  # rank 0 alone samples
-        self._token_counts = TokenCounts(num_counted, self.config.vocab_size, self.device)
+        num_columns = self.config.vocab_size + memory.ADDED_TOKENS
+        self._token_counts = TokenCounts(num_counted, num_columns, self.device)
         self._graph_bytes = 0
         if self.device.type == "cuda":
             self.model.bind_kv_cache(allocate(1))  # all that the trial passes write goes there
@@ -327,8 +328,8 @@ class Runner:
 
     def capture_graphs(self) -> None:
         """From now on small steps are replayed. (On the CPU: they run on the static batches.)"""
-        graphs = self._make_graphs(self.max_model_len)
         before = memory.free_memory(self.device)
+        graphs = self._make_graphs(self.max_model_len)
         graphs.capture_all()
         if self.device.type == "cuda":
             self._graph_bytes = before - memory.free_memory(self.device)
@@ -353,7 +354,8 @@ class Runner:
     @torch.inference_mode()
     def _worst_pass(self) -> None:
         """The pass that needs the most memory: full, every token with an adapter that has all rows
-        of embedding and head, every way to sample in use, and a chunk of prompt scores."""
+        of embedding and head, the ways to sample that take the most, and a chunk of prompt
+        scores."""
         settings = self.settings
         arrays = memory.worst_arrays(settings, self.config)
         slots = (np.arange(len(arrays.token_ids)) % settings.max_loras + 1).astype(np.int32)

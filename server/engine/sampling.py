@@ -6,14 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lorakeet.models.penalties import Penalties, TokenCounts
+from lorakeet.models.penalties import Penalties, TokenCounts, build_penalties
 from lorakeet.models.sampler import (
     SamplingBatch,
     SamplingColumns,
     SamplingRow,
     build_columns,
-    build_penalties,
-    start_row,
 )
 from lorakeet.server.engine.inputs import Ints, SequenceRows
 from lorakeet.server.engine.step import NewSequence
@@ -112,13 +110,13 @@ class SamplingRows:
         for row in rows[~self._is_counted[rows]].tolist():
             self._count_known(row)
         values = self._penalties[:, rows]
-        return build_penalties(self._counts, rows, places, values, self._device)
+        return build_penalties(self._counts, rows, places, values)
 
     def _count_known(self, row: int) -> None:
         """Before its first token here, the host knows all of them; later ones the device counts."""
         known = self._sequences.token_ids[row, : self._sequences.num_tokens[row]]
         prompt, output = np.split(known, [self._num_prompt[row]])
-        start_row(self._counts, row, prompt, output, self._device)
+        self._counts.start(row, prompt, output)
         self._is_counted[row] = True
 
     def _edited_row(self, row: int) -> SamplingRow:

@@ -56,7 +56,7 @@ def test_embeddings_row_by_row(store: VocabularyStore, poison: float) -> None:
 
 def test_static_embeddings_are_those_of_the_last_pass(store: VocabularyStore) -> None:
     """Of any mix, and of none, in the same tensors; a smaller pass reads the first of them."""
-    static = StaticEmbeddings(torch.zeros(len(SLOTS) + 2, HIDDEN))
+    static = StaticEmbeddings(len(SLOTS) + 2, HIDDEN, torch.float32, torch.device("cpu"))
     token_ids = torch.tensor([4, 4, 22, 14, 5, 9, 0, 4])
     for slots in (SLOTS, SLOTS[::-1].copy(), np.zeros(8, np.int32), SLOTS[:3], SLOTS):
         batch, ids = store.for_embedding(slots), token_ids[: len(slots)]

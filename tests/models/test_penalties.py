@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorakeet.models.penalties import TokenCounts
-from lorakeet.models.sampler import build_penalties, start_row
+from lorakeet.models.penalties import TokenCounts, build_penalties
 
 VOCAB = 8
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
@@ -21,7 +20,7 @@ def test_where_marks_are_as_everywhere(
     counts = TokenCounts(len(sequences) + 1, VOCAB, "cpu")
     rows = np.array(data.draw(st.permutations(range(1, len(sequences) + 1))))
     for row, (prompt, output, _) in zip(rows.tolist(), sequences, strict=True):
-        start_row(counts, row, prompt, output)
+        counts.start(row, prompt, output)
     values = np.array([values for _, _, values in sequences]).T
     penalties = build_penalties(counts, rows, np.arange(len(sequences)) + 1, values)
     if penalties is None:
@@ -36,8 +35,8 @@ def test_where_marks_are_as_everywhere(
 
 def test_counts_past_16_bits_and_a_vocabulary_that_grows() -> None:
     counts = TokenCounts(2, VOCAB, "cpu")
-    start_row(counts, 1, [3], np.full(100_000, 3))
-    start_row(counts, 0, [], [VOCAB])  # no such token yet
+    counts.start(1, [3], np.full(100_000, 3))
+    counts.start(0, [], [VOCAB])  # no such token yet
     counts.widen(VOCAB + 2)
     counts.widen(VOCAB)
     assert counts.vocab_size == VOCAB + 2

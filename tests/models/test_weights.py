@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import lorakeet.models.weights as weights_module
 from lorakeet.models.config import UnsupportedModelError, load_config
 from lorakeet.models.kv_cache import allocate_kv_cache, kv_block_bytes
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.parallel import Piece
 from lorakeet.models.weights import WeightsError, load_model, resolve_dtype
 from support.models import KINDS, tiny_model
 from support.passes import Passes
@@ -245,7 +248,8 @@ print(size, peak() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_while_loading(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The peak, with the pages of mapped files, is little above the model itself (200 MB)."""
+    """The peak is little above the model itself (200 MB) and the pages of the mapped tensors that
+    are read at a time."""
     tiny = tiny_model(tmp_path / "tiny")
     large = tiny_model(
         tmp_path / "large", hidden_size=1024, intermediate_size=4096, num_hidden_layers=3
@@ -255,5 +259,26 @@ def test_memory_while_loading(tmp_path: Path, dtype: torch.dtype) -> None:
     command = [sys.executable, "-c", MEASURE, str(tiny), str(large)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     size, grown = map(int, output.split())
+    largest = max(tensor.nbytes for tensor in tensors_of(large).values())
     assert size > 180e6
-    assert grown < 1.3 * size
+    assert grown < 1.1 * size + weights_module._READERS * largest
+
+
+def test_tensors_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are readers; after one that is bad no more are begun."""
+    num_readers = weights_module._READERS
+    begun, together = [], threading.Barrier(num_readers)
+
+    def fill(file: Path, name: str, piece: Piece) -> None:
+        begun.append(name)
+        if len(begun) <= num_readers:
+            together.wait(timeout=20)
+        else:
+            time.sleep(0.2)
+        raise WeightsError(f"{name} is bad")
+
+    monkeypatch.setattr(weights_module, "_fill", fill)
+    with pytest.raises(WeightsError, match=r"is bad$"):
+        load_model(tiny_model(tmp_path / "model", num_hidden_layers=8), "cpu")
+    assert len(begun) <= 3 * num_readers
+    assert not [one for one in threading.enumerate() if one.name.startswith("weight-reader")]

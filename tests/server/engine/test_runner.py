@@ -11,10 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lorakeet.configs.settings import SettingsError
 from lorakeet.lora.adapter import AdapterId, Slot
+from lorakeet.models import sampler
 from lorakeet.models.config import load_config
+from lorakeet.models.sampler import SamplerOutput, SamplingBatch
 from lorakeet.server.engine import memory
 from lorakeet.server.engine.device_batch import DeviceRows, pack, upload_all
 from lorakeet.server.engine.inputs import SequenceRows
@@ -400,11 +403,36 @@ def test_settings_that_the_model_has_no_room_for(files: Files) -> None:
         StepEngine(files.model, lora_memory=1000)
 
 
-def test_worst_pass_fits_the_model(files: Files) -> None:
-    """What is measured on CUDA runs here: every token with an adapter, all ways to sample."""
+def test_worst_pass_fits_the_model(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured on CUDA runs here: every token with an adapter, all that sampling takes."""
     engine = StepEngine(files.model, max_num_seqs=5, max_num_batched_tokens=40)
+    sampled: list[tuple[Tensor, SamplingBatch]] = []
+    sample = sampler.sample
+
+    def note(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        sampled.append((logits, batch))
+        return sample(logits, batch)
+
+    monkeypatch.setattr(sampler, "sample", note)
     engine.runner._worst_pass()
+    ((logits, batch),) = sampled
+    assert len(logits) == 5
+    assert batch.num_ordered == logits.shape[1]  # all are sorted
+    assert batch.num_logprobs == memory.MAX_LOGPROBS
+    assert batch.top_p is not None
+    assert batch.min_p is not None
+    assert batch.penalties is not None
+    assert all(
+        penalty is not None
+        for penalty in (
+            batch.penalties.repetition,
+            batch.penalties.presence,
+            batch.penalties.frequency,
+        )
+    )
     assert engine.runner.pool.vocabularies.num_bytes == 0
     arrays = memory.worst_arrays(engine.settings, engine.runner.config)
     assert np.diff(arrays.query_starts).tolist() == [1, 1, 1, 1, 36]
     assert arrays.context_lens.tolist() == [512] * 5
+    columns = engine.runner.config.vocab_size + memory.ADDED_TOKENS
+    assert engine.runner.memory_by_part()["token_counts"] == 5 * columns * 4
