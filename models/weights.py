@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -109,7 +110,9 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
                 tied_head = file
                 continue
             if name not in missing:
-                raise WeightsError(f"{file.name}: the model has no place for tensor {name}")
+                others = [other.name for other, known, _ in found if known == name]
+                reason = f": {others[0]} has it too" if others else ""
+                raise WeightsError(f"{file.name}: the model has no place for tensor {name}{reason}")
             found.append((file, name, missing.pop(name)))
     if missing:
         names = ", ".join(sorted(missing)[:5])
@@ -167,26 +170,33 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         files = [folder / name for name in sorted(names)]
+        strangers = [file.name for file in files if file.parent != folder or not file.exists()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"Cannot read {index}: {error!r}") from None
-    for file in files:
-        if file.parent != folder or not file.exists():
-            raise WeightsError(f"{index} names {file.name}, which is not in the folder")
+    if strangers:
+        raise WeightsError(f"{index} names {strangers[0]}, which is not in the folder")
     return files
 
 
-def _tensor_names(file: Path) -> list[str]:
+@contextmanager
+def _reading(file: Path) -> Iterator[Any]:
     try:
+        file.open("rb").close()  # safetensors says of what it may not read that it is not there
         with safe_open(file, "pt") as tensors:
-            return list(tensors.offset_keys())
+            yield tensors
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"Cannot read {file}: {error}") from None
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with _reading(file) as tensors:
+        return list(tensors.offset_keys())
 
 
 def _fill(file: Path, name: str, piece: Piece) -> None:
     """Padding becomes zeros. One opening a tensor: closing it lets the pages go that the memory map
     has brought in."""
-    with safe_open(file, "pt") as tensors:
+    with _reading(file) as tensors:
         source = tensors.get_slice(name)
         if source.get_dtype() not in _FILE_DTYPES:
             raise WeightsError(f"{file.name}: {name} is of type {source.get_dtype()}")
@@ -212,14 +222,14 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Mapped: what is not looked at is not read."""
-        with safe_open(self._files[name], "pt") as tensors:
+        with _reading(self._files[name]) as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
 
 def _check_tied_head(file: Path, embed_tokens: VocabParallelEmbedding) -> None:
     """Older files repeat the embedding as the head. A head of its own must not be dropped."""
     ((_, piece),) = embed_tokens.pieces()
-    with safe_open(file, "pt") as tensors:
+    with _reading(file) as tensors:
         head = tensors.get_slice(_HEAD)
         is_same = tuple(head.get_shape()) == piece.shape
         if is_same and piece.filled.numel():

@@ -135,9 +135,15 @@ class EngineProcess(EngineBase):
                 reason = f"the engine has given no sign for {seconds}"
 
 
+_EXIT_HINTS = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGBUS: " (was a file of the model cut short, or its disk failing?)",
+}
+
+
 def describe_exit(process: str, code: int) -> str:
     """How a process ended, from its exit code as subprocess gives it."""
     if code >= 0:
         return f"the {process} ended with exit code {code}"
-    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    hint = _EXIT_HINTS.get(signal.Signals(-code), "")
     return f"the {process} was ended by {signal.Signals(-code).name}{hint}"

@@ -1,6 +1,7 @@
 """Files → parameters: every form of file, every fault named, and no second copy in memory."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -282,3 +283,67 @@ def test_tensors_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.Monke
         load_model(tiny_model(tmp_path / "model", num_hidden_layers=8), "cpu")
     assert len(begun) <= 3 * num_readers
     assert not [one for one in threading.enumerate() if one.name.startswith("weight-reader")]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "garbled", "other tensors", "gone", "failing disk"])
+def test_a_file_that_goes_bad_while_it_is_read_is_named(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    fill = weights_module._fill
+
+    def bad(path: Path, name: str, piece: Piece) -> None:
+        if damage == "failing disk":
+            monkeypatch.setattr(weights_module, "safe_open", failing)
+        elif damage == "gone":
+            path.unlink(missing_ok=True)
+        else:
+            contents = {"shorter": save({}), "garbled": b"\xff" * 4096}
+            path.write_bytes(contents.get(damage) or save({"other": torch.zeros(3)}))
+        fill(path, name, piece)
+
+    def failing(*args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(weights_module, "_fill", bad)
+    with pytest.raises(WeightsError, match=re.escape(str(file))):
+        load_model(folder, "cpu")
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model(tmp_path / "model")
+    file, opened = folder / "model.safetensors", Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(WeightsError, match="Permission denied"):
+        load_model(folder, "cpu")
+
+
+def test_a_tensor_in_two_files_is_refused_by_their_names(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    name = "model.norm.weight"
+    save_file(tensors, folder / "a.safetensors")
+    save_file({name: tensors[name]}, folder / "b.safetensors")
+    index = {"weight_map": {name: "b.safetensors"} | dict.fromkeys(tensors, "a.safetensors")}
+    index["weight_map"]["again"] = "b.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightsError, match=rf"b\.safetensors: .* {name}: a\.safetensors has it"):
+        load_model(folder, "cpu")
+
+
+def test_an_index_that_names_what_no_file_can_be_called(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    index = json.dumps({"weight_map": {"model.norm.weight": 300 * "x"}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(WeightsError, match=r"model\.safetensors\.index\.json"):
+        load_model(folder, "cpu")
