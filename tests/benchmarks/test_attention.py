@@ -1,21 +1,18 @@
 """What attention is measured beside gets the same keys and values, and is checked."""
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CASES = ("decode 1 x 33", "decode 5 x 100", "prefill 2 x 50")
 
 
 @pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("attention")
+def attention(script: Callable[[str], Any]) -> Any:
+    return script("attention")
 
 
 def problem(attention: Any, case: str) -> Any:

@@ -1,6 +1,6 @@
 """The files for 70B models: what they take of each GPU, worked out in two ways."""
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from lorakeet.configs import settings
 GiB = 2**30
 GPU = 80 * GiB
 CONFIGS = Path(settings.__file__).parent
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 # of Llama-3.1-70B
 LAYERS, HIDDEN, MLP, VOCAB, HEADS, KV_HEADS, HEAD = 80, 8192, 28672, 128256, 64, 8, 128
@@ -19,9 +18,8 @@ BF16 = 2
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("memory")
+def memory(script: Callable[[str], Any]) -> Any:
+    return script("memory")
 
 
 @pytest.mark.parametrize("size", [4, 8])
