@@ -45,6 +45,13 @@ def test_a_70b_model_fits_with_room_for_its_work(memory: Any, size: int) -> None
     assert found.rows >= 16 * loaded.max_lora_rank or found.rows >= 64 * 16
 
 
+def test_rank_0_alone_counts_tokens(memory: Any) -> None:
+    loaded = settings.load(CONFIGS / "llama-3.1-70b-tp8.yaml")
+    first, last = (memory.rank_memory(loaded, rank, GPU, 6 * GiB) for rank in (0, 7))
+    assert (first.token_counts, last.token_counts) == (4 * 256 * VOCAB, 0)
+    assert last.kv_cache - first.kv_cache == first.token_counts
+
+
 def test_the_command_prints_it(memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = CONFIGS / "llama-3.1-70b-tp8.yaml"
     with pytest.MonkeyPatch.context() as patch:
@@ -53,6 +60,7 @@ def test_the_command_prints_it(memory: Any, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "each of 8 ranks" in printed
     assert "16.4" in printed  # GiB of weights
+    assert "token counts              0.12 GiB" in printed
 
 
 def test_settings_that_say_too_little(memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
