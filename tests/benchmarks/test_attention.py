@@ -69,3 +69,30 @@ def test_only_the_same_result_is_timed(
     wrong, broken_line = capsys.readouterr().out.splitlines()
     assert wrong.startswith("wrong left out: AssertionError")
     assert broken_line == "broken left out: ValueError: no kernel"
+
+
+@pytest.mark.parametrize(
+    ("others_us", "mean"),
+    [
+        ([{"SDPA": 4.0, "FA3": 6.0}, {"SDPA": 16.0}], "4.00"),
+        ([{}, {"SDPA": 16.0}], "8.00"),
+        ([{}, {}], "none has run"),
+    ],
+)
+def test_a_case_that_no_alternative_ran_in_is_left_out_of_the_mean(
+    attention: Any,
+    others_us: list[dict[str, float]],
+    mean: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = list(others_us)
+
+    def measure(problem: Any, case: str, *_: object) -> Any:
+        return attention.Result(case, floor_us=1.0, us=2.0, others_us=left.pop(0))
+
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["attention.py", "--smoke"])
+    attention.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"best alternative / ours, geometric mean: {mean}"
