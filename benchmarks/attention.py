@@ -15,7 +15,8 @@ ones; the others read blocks of 16 too.
 Each result is compared with ours, then as many layers are timed as do not fit the GPU's cache,
 captured in a CUDA graph where that works (median of its replays). The floor is the larger of bytes
 (each read or written once) over the read bandwidth and operations over the bf16 rate, both of the
-same run. The last line: the best alternative's time over ours, geometric mean.
+same run. The last line: the best alternative's time over ours, geometric mean of the cases that
+one of them ran in.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from attention_alternatives import ALTERNATIVES, Problem, Run
@@ -147,6 +149,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    cases = [case for case in (SMOKE_CASES if args.smoke else CASES) if args.only in case]
+    if not cases:
+        parser.error(f"no case's name holds {args.only!r}")
     device = "cpu" if args.smoke else "cuda"
     config = parse_config(dict(TINY if args.smoke else LLAMA_8B))
     ceilings = measure_ceilings(device)
@@ -155,15 +160,15 @@ def main() -> None:
     columns = "  ".join(f"{name:>13}" for name in others)
     print(f"{'attention, us':<17}     floor      ours  us/floor  {columns}  best/ours")
     results = []
-    for case in SMOKE_CASES if args.smoke else CASES:
-        if args.only in case:
-            results.append(measure(Problem(case, config, device), case, ceilings, others))
-            print_result(results[-1], list(others))
+    for case in cases:
+        results.append(measure(Problem(case, config, device), case, ceilings, others))
+        print_result(results[-1], list(others))
     if args.json:
         rows = [asdict(result) for result in results]
         args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "cases": rows}, indent=1))
-    mean = math.exp(sum(math.log(result.gain) for result in results) / len(results))
-    print(f"best alternative / ours, geometric mean: {mean:.2f}")
+    gains = [result.gain for result in results if result.others_us]
+    mean = f"{geometric_mean(gains):.2f}" if gains else "none has run"
+    print(f"best alternative / ours, geometric mean: {mean}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ what else is measured beside it, one change at a time: one step in flight, or no
 draw from the top 0.95, or all three penalties.
 
 "base only" is a batch without adapters in an engine whose model is not wrapped for LoRA, over the
-same with adapters loaded but not used. The last line is the worst peer/step of what is served.
+same with adapters loaded but not used. The last line is the worst peer/step of what is served, or
+"base only" where no point has a peer.
 """
 
 import argparse
@@ -179,11 +180,12 @@ class Engine:
         return time.perf_counter() - start, self.waited
 
     def _step(self) -> None:
-        launches = self.scheduler.has_work
-        if launches:
+        has_launched = False
+        if self.scheduler.has_work:
             step = self.scheduler.schedule()
             self._in_flight.append((step, self.runner.launch(step)))
-        if self._in_flight and not (launches and len(self._in_flight) < self._depth):
+            has_launched = bool(step.sequences)
+        if self._in_flight and not (has_launched and len(self._in_flight) < self._depth):
             step, wait = self._in_flight.popleft()
             start = time.perf_counter()
             result = wait()

@@ -16,10 +16,10 @@ speed-ups.
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 import torch
@@ -282,11 +282,13 @@ def main() -> None:
         if args.only in case.name:
             results.append(kernels.measure(case, ceilings))
             print_result(results[-1])
+    if not results:
+        parser.error(f"no case's name holds {args.only!r}")
     if args.json:
         rows = [asdict(result) for result in results]
         args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "cases": rows}, indent=1))
-    gains = [math.log(r.loop_us / r.us) for r in results]
-    print(f"faster than the loop, geometric mean: {math.exp(sum(gains) / len(gains)):.2f}")
+    mean = geometric_mean(result.loop_us / result.us for result in results)
+    print(f"faster than the loop, geometric mean: {mean:.2f}")
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from server_process import served
 from shapes import LLAMA_8B, TINY, projections, write_model
 from tqdm import tqdm
 
-from lorakeet.models.weights import load_model
+from lorakeet.models.weights import READERS, load_model
 
-_BLOCK, _READERS = 2**24, 8
+_BLOCK = 2**24
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def read_files(folder: Path) -> float:
                 pass
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(READERS) as readers:
         list(readers.map(read, sorted(folder.glob("*.safetensors"))))
     return time.perf_counter() - started
 

@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py configs/llama-3.1-70b-tp8.yaml --gpu 80GiB
 
-The model is one whose shape is in benchmarks/shapes.py, or a folder with a config.json. CUDA graphs
-and the working memory of the largest pass are measured at the server's start; here they are an
-allowance, with rank 0's token counts. The last line: what is left for the KV cache over what may be
-used.
+The model is one whose shape is in benchmarks/shapes.py, or a folder with a config.json. The lines
+are rank 0's, which alone has token counts. CUDA graphs and the working memory of the largest pass
+are measured at the server's start; here they are an allowance. The last line: what is left for the
+KV cache over what may be used.
 """
 
 import argparse
@@ -21,8 +21,10 @@ from lorakeet.lora.specs import group_specs
 from lorakeet.models.config import ModelConfig, UnsupportedModelError, load_config, parse_config
 from lorakeet.models.kv_cache import kv_block_bytes
 from lorakeet.models.llama import LlamaForCausalLM
+from lorakeet.models.penalties import TokenCounts
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import resolve_dtype
+from lorakeet.server.engine.memory import ADDED_TOKENS
 
 GiB = 2**30
 
@@ -35,14 +37,15 @@ class RankMemory:
     weights: int
     adapter_pool: int
     adapter_vocabularies: int
+    token_counts: int  # of penalties
     allowance: int  # CUDA graphs, and the working memory of a pass
     row: int  # one rank row of an adapter, all modules
     token: int  # keys and values of one token
 
     @property
     def kv_cache(self) -> int:
-        parts = (self.weights, self.adapter_pool, self.adapter_vocabularies, self.allowance)
-        return self.usable - sum(parts)
+        pools = self.adapter_pool + self.adapter_vocabularies
+        return self.usable - self.weights - pools - self.token_counts - self.allowance
 
     @property
     def rows(self) -> int:
@@ -70,12 +73,14 @@ def rank_memory(settings: Settings, rank: int, gpu: int, allowance: int) -> Rank
     with torch.device("meta"):
         model = LlamaForCausalLM(config, group).to(dtype)
     row = bytes_per_row(group_specs(config, group), dtype)
+    num_counted = 0 if rank else settings.max_num_seqs  # rank 0 alone samples
     block = kv_block_bytes(config, settings.block_size, dtype, group)
     return RankMemory(
         usable=int(gpu * settings.gpu_memory_utilization),
         weights=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         adapter_pool=settings.lora_memory // row * row,
         adapter_vocabularies=settings.lora_vocabulary_memory or gpu // 32,
+        token_counts=TokenCounts(num_counted, config.vocab_size + ADDED_TOKENS, "meta").nbytes,
         allowance=allowance,
         row=row,
         token=block // settings.block_size,
@@ -94,7 +99,8 @@ def main() -> None:
     except (SettingsError, UnsupportedModelError) as error:
         parser.exit(1, f"{arguments.config}: {error}\n")
     print(f"{settings.model}, each of {settings.tensor_parallel_size} ranks:")
-    for part in ("weights", "adapter_pool", "adapter_vocabularies", "allowance", "kv_cache"):
+    parts = "weights", "adapter_pool", "adapter_vocabularies", "token_counts", "allowance"
+    for part in (*parts, "kv_cache"):
         print(f"  {part.replace('_', ' '):22}{getattr(found, part) / GiB:8.2f} GiB")
     print(f"  {'unused':22}{(arguments.gpu - found.usable) / GiB:8.2f} GiB")
     row, token = found.row / 2**20, found.token / 2**10

@@ -147,8 +147,7 @@ def run_rank(args: argparse.Namespace) -> None:
     device = torch.device("cpu") if args.smoke else torch.device("cuda", args.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    listener = socket.socket(fileno=args.listener)
-    meeting = listener if args.rank == 0 else address_of(listener)
+    meeting = args.meeting if args.rank else socket.socket(fileno=int(args.meeting))
     group = join(args.rank, args.size, meeting, device, JOIN_SECONDS)
     vars(decode_step)["graph_of"] = lambda step: graph_of(lambda: group.broadcast(step()))
     context = 40 if args.smoke else args.context
@@ -176,12 +175,15 @@ def run_rank(args: argparse.Namespace) -> None:
 def measure(size: int, arguments: list[str], env: dict[str, str]) -> Results:
     """Start `size` ranks of this script and wait for their results."""
     with listen() as listener:
-        group = f"--size={size}", f"--listener={listener.fileno()}"
+        own, address = listener.fileno(), address_of(listener)  # rank 0's, and the others'
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, *arguments, f"--rank={rank}", *group],
-                stdout=subprocess.PIPE if rank == 0 else None,
-                pass_fds=[listener.fileno()],
+                [
+                    *(sys.executable, __file__, *arguments),
+                    *(f"--rank={rank}", f"--size={size}", f"--meeting={address if rank else own}"),
+                ],
+                stdout=None if rank else subprocess.PIPE,
+                pass_fds=[] if rank else [own],
                 env=env,
                 text=True,
             )
@@ -251,8 +253,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--profile", default="32:8", help="the point whose kernels are listed")
     parser.add_argument("--context", type=int, default=320)
     parser.add_argument("--smoke", action="store_true")
-    for name in ("--rank", "--size", "--listener"):
+    for name in ("--rank", "--size"):
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
     args = parser.parse_args()
     sizes = "1,2"
     if args.config is not None:

@@ -31,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _FILE_DTYPES = ("F32", "BF16", "F16")
 _INDEX, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _HEAD = "lm_head.weight"
-_READERS = 4  # threads: one alone copies more slowly than a fast disk reads
+READERS = 4  # threads: one alone copies more slowly than a fast disk reads
 _PROGRESS_AFTER = 2.0  # seconds; a load that is over sooner shows no bar
 
 
@@ -124,7 +124,7 @@ def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
 
 def _fill_all(found: Sequence[tuple[Path, str, Piece]]) -> None:
     with (
-        ThreadPoolExecutor(_READERS, "weight-reader") as readers,
+        ThreadPoolExecutor(READERS, "weight-reader") as readers,
         tqdm(
             total=sum(piece.view.nbytes for _, _, piece in found),
             desc="Loading weights",

@@ -1,21 +1,18 @@
 """What attention is measured beside gets the same keys and values, and is checked."""
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 CASES = ("decode 1 x 33", "decode 5 x 100", "prefill 2 x 50")
 
 
 @pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("attention")
+def attention(script: Callable[[str], Any]) -> Any:
+    return script("attention")
 
 
 def problem(attention: Any, case: str) -> Any:
@@ -72,3 +69,30 @@ def test_only_the_same_result_is_timed(
     wrong, broken_line = capsys.readouterr().out.splitlines()
     assert wrong.startswith("wrong left out: AssertionError")
     assert broken_line == "broken left out: ValueError: no kernel"
+
+
+@pytest.mark.parametrize(
+    ("others_us", "mean"),
+    [
+        ([{"SDPA": 4.0, "FA3": 6.0}, {"SDPA": 16.0}], "4.00"),
+        ([{}, {"SDPA": 16.0}], "8.00"),
+        ([{}, {}], "none has run"),
+    ],
+)
+def test_a_case_that_no_alternative_ran_in_is_left_out_of_the_mean(
+    attention: Any,
+    others_us: list[dict[str, float]],
+    mean: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left = list(others_us)
+
+    def measure(problem: Any, case: str, *_: object) -> Any:
+        return attention.Result(case, floor_us=1.0, us=2.0, others_us=left.pop(0))
+
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["attention.py", "--smoke"])
+    attention.main()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"best alternative / ours, geometric mean: {mean}"

@@ -1,13 +1,11 @@
 """Whether weights came from the disk is told by a read that may not wait for it."""
 
-import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize(
@@ -19,10 +17,13 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
     ],
 )
 def test_all_files_must_have_left_the_page_cache(
-    answers: list[Any], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: list[Any],
+    expected: bool,
+    script: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    load_model: Any = importlib.import_module("load_model")
+    load_model = script("load_model")
 
     def read(*_: object) -> int:
         answer = left.pop(0)

@@ -1,8 +1,8 @@
 """The outcomes of S-LoRA's workload, as they are saved and drawn."""
 
-import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,10 @@ import pytest
 
 from lorakeet.server.bench.client import Record
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    slora: Any = importlib.import_module("slora")
+def rows(script: Callable[[str], Any]) -> list[dict[str, float]]:
+    slora = script("slora")
 
     def outcome(scale: float) -> Any:
         times = [*range(1, 100), 7000]  # ms
@@ -41,9 +38,12 @@ def test_a_rate_is_saved_with_all_that_is_printed(rows: list[dict[str, float]]) 
 
 
 def test_few_and_many_adapters_are_drawn_by_rate(
-    rows: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[dict[str, float]],
+    script: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plot: Any = importlib.import_module("plot")
+    plot = script("plot")
     ttft, throughput = plot.plot_slora({"outcomes": rows}).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in ttft.lines}
     assert lines["5 adapters, p50"] == [[8, pytest.approx(50)], [64, pytest.approx(100)]]

@@ -1,19 +1,15 @@
 """Which adapters the rows of a benchmark's batch have."""
 
-import importlib
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def decode_step(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("decode_step")
+def decode_step(script: Callable[[str], Any]) -> Any:
+    return script("decode_step")
 
 
 @pytest.mark.parametrize(

@@ -262,12 +262,12 @@ def test_memory_while_loading(tmp_path: Path, dtype: torch.dtype) -> None:
     size, grown = map(int, output.split())
     largest = max(tensor.nbytes for tensor in tensors_of(large).values())
     assert size > 180e6
-    assert grown < 1.1 * size + weights_module._READERS * largest
+    assert grown < 1.1 * size + weights_module.READERS * largest
 
 
 def test_tensors_are_read_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are readers; after one that is bad no more are begun."""
-    num_readers = weights_module._READERS
+    num_readers = weights_module.READERS
     begun, together = [], threading.Barrier(num_readers)
 
     def fill(file: Path, name: str, piece: Piece) -> None:

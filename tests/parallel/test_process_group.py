@@ -3,13 +3,17 @@
 import torch
 
 from lorakeet.models.process_group import fits_one_shot
-from support.agreements import check_by_all
+from support.agreements import check_by_all, check_listeners
 from support.ranks import run_ranks
 
 
 def test_what_one_rank_cannot_make_none_has() -> None:
     """And what all can, each has its own of."""
     run_ranks(2, check_by_all)
+
+
+def test_rank_0_alone_has_the_socket_where_they_meet() -> None:
+    run_ranks(2, check_listeners)
 
 
 def test_sums_of_one_shot_are_small() -> None:

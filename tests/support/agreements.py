@@ -1,6 +1,10 @@
 """What each rank of a process group checks of things that all have, or none."""
 
+import socket
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 
 from lorakeet.models.process_group import ProcessGroup, by_all
 
@@ -21,3 +25,24 @@ def check_by_all(group: ProcessGroup) -> None:
         assert made == (None if failing else group.rank + 10 * number), failing
         total = group.all_reduce(torch.tensor([group.rank + 1 + number]))
         assert total.tolist() == [3 + 2 * number], failing
+
+
+def check_listeners(group: ProcessGroup) -> None:
+    """No rank holds a socket on which another listens."""
+    ports: list[set[int]] = [set() for _ in range(group.size)]
+    dist.all_gather_object(ports, _listening_ports())
+    assert ports[0]
+    assert len(set().union(*ports)) == sum(map(len, ports)), ports
+
+
+def _listening_ports() -> set[int]:
+    """Of this process's own sockets, and of those that it was started with."""
+    ports = set()
+    for file in Path("/dev/fd").iterdir():
+        try:
+            with socket.fromfd(int(file.name), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(copy.getsockname()[1])
+        except OSError:  # no socket
+            continue
+    return ports

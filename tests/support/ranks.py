@@ -39,7 +39,10 @@ def _run(
     own = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(own)
-    meeting = listener if rank == 0 else address_of(listener)
+    meeting: socket.socket | str = listener
+    if rank > 0:  # each was started with the socket, but it is rank 0's
+        meeting = address_of(listener)
+        listener.close()
     group = join(rank, size, meeting, own, _TIMEOUT)
     work(CountingGroup(group.rank, group.size, group.one_shot, group.mailbox), *args)
     leave()

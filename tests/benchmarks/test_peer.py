@@ -1,29 +1,26 @@
 """`benchmarks/peer.py` asks a server as it says."""
 
 import asyncio
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.toy_server import adapter_folder, toy_server
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from support.toy_server import adapter_folder, model_folder, toy_server
 
 
 @pytest.fixture
-def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("peer")
+def peer(script: Callable[[str], Any]) -> Any:
+    return script("peer")
 
 
 @pytest.mark.parametrize(("point", "rows"), [("6:3", [2, 2, 2]), ("4:0", [4])])
 def test_a_batch_takes_the_adapters_in_turn(
-    peer: Any, point: str, rows: list[int], toy_model: Path, tmp_path: Path
+    peer: Any, point: str, rows: list[int], tmp_path: Path
 ) -> None:
     folders = {name: adapter_folder(tmp_path / name, k) for k, name in enumerate("abc", 1)}
-    with toy_server(toy_model, adapters=folders) as toy:
+    with toy_server(model_folder(tmp_path / "model"), adapters=folders) as toy:
         asyncio.run(peer.measure([toy.url], [point], vocab_size=300))
         batch, requests = int(point.split(":")[0]), toy.engine.requests
     lengths = [request.sampling.max_tokens for request in requests]

@@ -1,17 +1,17 @@
 """The files for 70B models: what they take of each GPU, worked out in two ways."""
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lorakeet.configs import settings
+from lorakeet.server.engine.memory import ADDED_TOKENS
 
 GiB = 2**30
 GPU = 80 * GiB
 CONFIGS = Path(settings.__file__).parent
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 # of Llama-3.1-70B
 LAYERS, HIDDEN, MLP, VOCAB, HEADS, KV_HEADS, HEAD = 80, 8192, 28672, 128256, 64, 8, 128
@@ -19,9 +19,8 @@ BF16 = 2
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("memory")
+def memory(script: Callable[[str], Any]) -> Any:
+    return script("memory")
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -47,6 +46,13 @@ def test_a_70b_model_fits_with_room_for_its_work(memory: Any, size: int) -> None
     assert found.rows >= 16 * loaded.max_lora_rank or found.rows >= 64 * 16
 
 
+def test_rank_0_alone_counts_tokens(memory: Any) -> None:
+    loaded = settings.load(CONFIGS / "llama-3.1-70b-tp8.yaml")
+    first, last = (memory.rank_memory(loaded, rank, GPU, 6 * GiB) for rank in (0, 7))
+    assert (first.token_counts, last.token_counts) == (4 * 256 * (VOCAB + ADDED_TOKENS), 0)
+    assert last.kv_cache - first.kv_cache == first.token_counts
+
+
 def test_the_command_prints_it(memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = CONFIGS / "llama-3.1-70b-tp8.yaml"
     with pytest.MonkeyPatch.context() as patch:
@@ -55,6 +61,7 @@ def test_the_command_prints_it(memory: Any, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "each of 8 ranks" in printed
     assert "16.4" in printed  # GiB of weights
+    assert "token counts              0.12 GiB" in printed
 
 
 def test_settings_that_say_too_little(memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
