@@ -327,9 +327,9 @@ def test_tokens_in_flight_reach_only_the_sequence_that_they_are_for() -> None:
     for number in range(2):
         seq_id = SequenceId(number)
         rows.add(NewSequence(seq_id, (5, 6), 2, SamplingParams(), (), Slot(0), (BlockId(0),)))
-    both, seq_ids = np.arange(2), rows.seq_ids.copy()
-    positions = rows.expect_tokens(both)
-    assert positions.tolist() == [2, 2]
+    both = np.arange(2)
+    places = rows.expect_tokens(both)
+    assert rows.token_ids[both, 2].tolist() == [-1, -2]
     decode = rows.arrays([ScheduledSequence(SequenceId(1), 2, 1, (BlockId(1),), samples=True)])
     on_device = DeviceRows(2, 2, torch.device("cpu"))
     on_device.set_last_tokens(torch.tensor([0, 1]), torch.tensor([70, 80]))
@@ -338,8 +338,25 @@ def test_tokens_in_flight_reach_only_the_sequence_that_they_are_for() -> None:
 
     rows.release(SequenceId(0))
     rows.add(NewSequence(SequenceId(2), (7, 8, 9), 3, SamplingParams(), (), Slot(0), ()))
-    rows.set_tokens(both, seq_ids, positions, np.array([70, 80]))
+    rows.set_tokens(both, places, np.array([70, 80]))
     assert rows.token_ids[:, :3].tolist() == [[7, 8, 9], [5, 6, 80]]
+
+
+def test_a_sequence_that_is_back_in_its_row_gets_no_token_that_it_has_dropped() -> None:
+    rows = SequenceRows(num_rows=1, max_model_len=4, block_size=2)
+    sequence = NewSequence(SequenceId(0), (5, 6), 2, SamplingParams(), (), Slot(0), ())
+    row = np.array([rows.add(sequence)])
+    dropped = [rows.expect_tokens(row) for _ in range(3)]  # the last past the end of the row
+    rows.release(sequence.seq_id)
+    rows.set_tokens(row, dropped[0], np.array([70]))
+    assert rows.add(sequence) == row
+    awaited = [rows.expect_tokens(row) for _ in range(2)]
+    for places in dropped:
+        rows.set_tokens(row, places, np.array([80]))
+    assert rows.token_ids.tolist() == [[5, 6, -1, -1]]
+    for places, token_id in zip(awaited, (90, 91), strict=True):
+        rows.set_tokens(row, places, np.array([token_id]))
+    assert rows.token_ids.tolist() == [[5, 6, 90, 91]]
 
 
 def test_too_few_blocks_are_found_out() -> None:
