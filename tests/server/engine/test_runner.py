@@ -1,6 +1,7 @@
 """The runner on tiny real models, against PEFT one prompt at a time."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from lorakeet.configs.settings import SettingsError
 from lorakeet.lora.adapter import AdapterId, Slot
@@ -27,11 +29,12 @@ from lorakeet.server.engine.step import (
     SlotLoad,
     Step,
 )
-from support.adapters import make_adapter, peft_greedy, peft_logprobs
+from support.adapters import make_adapter, peft_greedy, peft_logprobs, peft_model
 from support.engines import StepEngine, cpu_settings, overflowing_adapter, prompt_of
 from support.models import VOCAB_SIZE, tiny_model
 
 TOLERANCE = 1e-3
+BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # of KV
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,12 @@ def test_prefix_hits_change_nothing_and_never_cross_adapters(files: Files) -> No
             assert result.token_ids == peft_greedy(files.model, files.adapters[adapter], prompt, 8)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_preempted_sequences_end_as_if_alone(files: Files, depth: int) -> None:
     """With steps in flight too, whose tokens only the device knows."""
 
     def run(kv_tokens: int, names: list[str]) -> StepEngine:
-        bytes_per_token = 2 * 3 * 2 * 16 * 4
-        memory_size = kv_tokens * bytes_per_token
-        engine = engine_with_adapters(files, cpu_kv_memory=memory_size, depth=depth)
+        engine = engine_with_adapters(files, cpu_kv_memory=kv_tokens * BYTES_PER_TOKEN, depth=depth)
         for index, name in enumerate(names):
             # seeded, unseeded greedy and penalised rows, in the same batch
             sampling = [
@@ -158,6 +159,56 @@ def test_preempted_sequences_end_as_if_alone(files: Files, depth: int) -> None:
         prompt = prompt_of(9 + index, index)
         expected = peft_greedy(files.model, files.adapters[index % 4], prompt, 20)
         assert tight.results[str(index)].token_ids == expected
+
+
+def penalised_greedy(
+    files: Files,
+    adapter: int,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+) -> list[int]:
+    """PEFT's logits, transformers' repetition penalty, and OpenAI's formula of the other two."""
+    model = peft_model(files.model, files.adapters[adapter])
+    repetition = RepetitionPenaltyLogitsProcessor(repetition_penalty)
+    output: list[int] = []
+    for _ in range(num_tokens):
+        token_ids = torch.tensor([prompt + output])
+        with torch.no_grad():
+            logits = repetition(token_ids, model(token_ids).logits[:, -1].float())[0]
+        for token_id, count in Counter(output).items():
+            logits[token_id] -= presence_penalty + frequency_penalty * count
+        output.append(int(logits.argmax()))
+    return output
+
+
+@pytest.mark.parametrize(("kv_tokens", "preempts"), [(4096, False), (64, True)])
+def test_penalised_decodes_equal_a_plain_computation(
+    files: Files, kv_tokens: int, preempts: bool
+) -> None:
+    """With two steps in flight, as on CUDA: what was sampled last is not on the host."""
+    engine = engine_with_adapters(files, cpu_kv_memory=kv_tokens * BYTES_PER_TOKEN, depth=2)
+    requests: list[tuple[int, dict[str, float]]] = [  # tokens made likelier come again, at once too
+        (0, {"repetition_penalty": 1.3}),
+        (0, {"presence_penalty": -2.0, "frequency_penalty": 0.5}),
+        (3, {"frequency_penalty": -1.0}),
+        (1, {"repetition_penalty": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.3}),
+        (2, {"presence_penalty": -2.0}),
+        (1, {}),
+    ]
+    prompts = [prompt_of(9 + index, index) for index in range(len(requests))]
+    for index, (adapter, penalties) in enumerate(requests):
+        engine.add(str(index), prompts[index], adapter, max_tokens=20, **penalties)
+    results = engine.run()
+    assert (engine.scheduler.stats().num_preemptions > 0) == preempts
+    for index, (adapter, penalties) in enumerate(requests):
+        expected = penalised_greedy(files, adapter, prompts[index], 20, **penalties)
+        assert results[str(index)].token_ids == expected
+        free = peft_greedy(files.model, files.adapters[adapter], prompts[index], 20)
+        assert (expected == free) == (not penalties), "penalties that change nothing test nothing"
 
 
 def test_requests_without_a_seed_differ(files: Files) -> None:
