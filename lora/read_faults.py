@@ -19,8 +19,8 @@ def ending_only_this_read(path: Path, *expected: type[Exception]) -> Iterator[No
     """
     try:
         yield
-    except (AdapterError, *expected):
-        raise
     except Exception as error:
+        if isinstance(error, (AdapterError, *expected)):
+            raise
         _log.exception("the adapter at %s could not be read", path)
         raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
