@@ -9,7 +9,7 @@ from torch import Tensor
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import expand
 from lorakeet.kernels.partial import load_sum, parts_of
-from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.sizes import cdiv
 from lorakeet.kernels.token_tiles import (
     columns_at_once,
     cut_of,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorakeet.kernels.mailbox import Mailbox
 from lorakeet.kernels.partial import load_sum, parts_of
-from lorakeet.kernels.tiles import power_of_two
+from lorakeet.kernels.sizes import power_of_two
 
 
 @triton.jit

@@ -8,7 +8,7 @@ The softmax is summed piece by piece, each piece relative to the highest score s
 import triton
 import triton.language as tl
 
-from lorakeet.kernels.tiles import power_of_two
+from lorakeet.kernels.sizes import power_of_two
 
 KEYS = 64  # keys taken at a time
 MIN_TILE = 16  # the least that `tl.dot` takes, in any dimension

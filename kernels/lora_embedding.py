@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.sizes import cdiv
 
 _COLUMNS = 512  # outputs of a program
 _RANKS = 16  # rank rows that it takes at a time

@@ -25,10 +25,12 @@ from lorakeet.kernels.lora_tiles import (
     sum_parts,
 )
 from lorakeet.kernels.rank_rows import MIN_ROOM, RankRows
-from lorakeet.kernels.tiles import ROWS_AT_ONCE, cdiv, linear_tiles, power_of_two, shared_memory_of
+from lorakeet.kernels.sizes import cdiv, power_of_two
+from lorakeet.kernels.tiles import ROWS_AT_ONCE, linear_tiles, shared_memory_of
 
 MAX_TOKENS = 128
-_MAX_SPLITS = MIN_ROOM // ROWS_AT_ONCE  # each reads its first rows ahead
+_MAX_SPLITS = 4  # parts of the inputs
+assert _MAX_SPLITS * ROWS_AT_ONCE <= MIN_ROOM  # each reads its first rows ahead
 _MIN_TOKENS = 16  # of a tile: what a product takes at least
 _ALIGNMENT = 16  # bytes, of rows that are copied in tiles
 _SHRINK_PROGRAMS = 128

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lorakeet.kernels.lora_tiles import h_dtype, leave_part, shrink_tile, store_h, sum_parts
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.sizes import cdiv
 from lorakeet.kernels.token_tiles import ROWS, cut_of, read_tile
 
 _INPUTS = 128

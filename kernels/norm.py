@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.partial import load_sum, parts_of
-from lorakeet.kernels.tiles import power_of_two
+from lorakeet.kernels.sizes import power_of_two
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.attend import attend, tile_size
-from lorakeet.kernels.tiles import cdiv, decode_tiles
+from lorakeet.kernels.sizes import cdiv
+from lorakeet.kernels.tiles import decode_tiles
 
 _MANY_HEADS = 1024  # each with a program of its own these take longer to launch than to merge
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.attend import KEYS, attend, tile_size
-from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.sizes import cdiv
 
 ROWS = 64  # rows of a program's tile: query by query, the heads of a group side by side
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakeet.kernels.partial import load_sum, parts_of
-from lorakeet.kernels.tiles import cdiv, power_of_two
+from lorakeet.kernels.sizes import cdiv, power_of_two
 
 _ROWS = 4  # token rows of a program
 

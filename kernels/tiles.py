@@ -10,16 +10,6 @@ ROWS_AT_ONCE = 64  # rank rows of a tile
 _FEWEST_STAGES = 3  # that hide what a tile takes to come
 
 
-def cdiv(size: int, part: int) -> int:
-    """How many parts a size takes. (Triton's is for kernels too: it takes microseconds.)"""
-    return -(-size // part)
-
-
-def power_of_two(size: int) -> int:
-    """The next, from `size` on."""
-    return 1 << (size - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class LinearTiles:
     outputs: int  # of a program

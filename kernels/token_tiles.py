@@ -15,7 +15,7 @@ import triton.language as tl
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import precision
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.tiles import cdiv
+from lorakeet.kernels.sizes import cdiv
 
 ROWS = 32  # rank rows of a tile
 _FEW_TOKENS = 512  # in a pass, as in decode, where each may have another adapter

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
@@ -12,8 +9,6 @@ if TYPE_CHECKING:  # the API process uses the names below without waiting for to
     from torch import Tensor
 
     from lorakeet.models.cuts import Cut
-
-_log = logging.getLogger(__name__)
 
 AdapterId = NewType("AdapterId", int)  # one load of one adapter; never used again; 0 is the base
 Slot = NewType("Slot", int)  # row of the pool's row table, a kernel's weight index; 0 is none
@@ -27,22 +22,6 @@ class AdapterError(Exception):
 
 class AdapterNotFoundError(AdapterError):
     """There is no adapter folder at the path."""
-
-
-@contextmanager
-def ending_only_this_read(expected: type[Exception] = AdapterError) -> Iterator[None]:
-    """Whatever is wrong while files of an adapter are read ends this read and nothing else.
-
-    AdapterErrors and `expected` ones say what it is, and stay. Any other, such as a MemoryError,
-    is logged, and raises AdapterError.
-    """
-    try:
-        yield
-    except (AdapterError, expected):
-        raise
-    except Exception as error:
-        _log.exception("the adapter could not be read")
-        raise AdapterError(f"the adapter could not be read: {type(error).__name__}") from error
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lorakeet.lora.adapter import (
-    Adapter,
-    AdapterError,
-    AdapterId,
-    GroupSpec,
-    ending_only_this_read,
-)
+from lorakeet.lora.adapter import Adapter, AdapterError, AdapterId, GroupSpec
 from lorakeet.lora.host_memory import CPU
 from lorakeet.lora.peft_files import read_adapter
+from lorakeet.lora.read_faults import ending_only_this_read
 from lorakeet.lora.streams import keeping_nothing
 
 _NUM_WORKERS = max(4, min(8, (os.cpu_count() or 1) // 2))  # threads that the reads share
@@ -281,7 +276,7 @@ class HostStore:
 
     def _read_folder(self, adapter_id: AdapterId, record: _Record, path: Path) -> Adapter:
         seconds: dict[str, float] = {}
-        with ending_only_this_read():
+        with ending_only_this_read(path):
             adapter = self._read_everywhere(adapter_id, path, seconds)
             return self._keep(adapter_id, record, adapter, seconds)
 

@@ -20,6 +20,9 @@ class PoolError(Exception):
         super().__init__(limit, needed, room)
         self.limit, self.needed, self.room = limit, needed, room
 
+    def __str__(self) -> str:
+        return f"{self.limit}: {self.needed} are needed, there is room for {self.room}"
+
 
 class PinError(PoolError):
     """An adapter cannot be pinned: others may need more than it would leave room for."""
@@ -132,7 +135,9 @@ class SlotManager:
         """Make an adapter known. Raises PoolError if it is too large, and PinError if pinning it
         would not leave the slots and rows that are reserved, and every vocabulary its memory."""
         assert adapter_id not in self._needs
-        if self.num_slots < 2 or rank > self.max_rank:
+        if self.num_slots < 2:
+            raise PoolError("slots", 1, 0)
+        if rank > self.max_rank:
             raise PoolError("rank", rank, self.max_rank)
         limit = self._vocabulary_bytes - self._pinned_room.vocabulary_bytes
         if vocabulary_bytes > limit:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError, ending_only_this_read
+from lorakeet.lora.adapter import AdapterError, AdapterNotFoundError
+from lorakeet.lora.read_faults import ending_only_this_read
 from lorakeet.server.adapter_state import Registration
 from lorakeet.server.adapter_tokenizers import AdapterTokenizers
 from lorakeet.server.catalog import Unloaded
@@ -123,8 +124,9 @@ class VersionReader:
                 raise BadRequestError(message, param="model", code="invalid_adapter") from None
         return version.profile.using(tokenizer)
 
-    async def _in_turn(self, function: Callable[..., T], *args: object) -> T:
-        """Raises AdapterError and TextConfigError."""
+    async def _in_turn(self, function: Callable[..., T], path: Path, *args: object) -> T:
+        """What `function` reads of the folder. Raises AdapterError and TextConfigError, whatever is
+        wrong: no other error."""
         async with self._turn:
-            with ending_only_this_read(TextConfigError):
-                return await in_thread(function, *args)
+            with ending_only_this_read(path, TextConfigError):
+                return await in_thread(function, path, *args)

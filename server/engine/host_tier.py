@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import assert_never
 
 import msgspec
 
@@ -47,12 +48,18 @@ def refusal(error: PoolError) -> str:
             f"pinning this adapter would leave no room for others: {error.room} {kind} are left, "
             f"and {who} of them may need {error.needed} ({remedy})"
         )
-    if error.limit == "rank":
-        return f"rank {error.needed} is larger than the pool takes, which is {error.room}"
-    return (
-        f"its embedding and head rows take {error.needed} bytes, there is room for {error.room} "
-        "(lora_vocabulary_memory)"
-    )
+    match error.limit:
+        case "rank":
+            return f"rank {error.needed} is larger than the pool takes, which is {error.room}"
+        case "slots" | "rows":
+            return f"it needs {error.needed} of the pool's {error.room} {error.limit}"
+        case "vocabulary_bytes":
+            return (
+                f"its embedding and head rows take {error.needed} bytes, there is room for "
+                f"{error.room} (lora_vocabulary_memory)"
+            )
+        case _:
+            assert_never(error.limit)
 
 
 class HostTier:

@@ -53,9 +53,10 @@ class SequenceRows:
         self.num_blocks = np.zeros(num_rows, np.int64)
         self.slots = np.zeros(num_rows, np.int32)
         self.adapter_starts = np.zeros(num_rows, np.int64)  # tokens before it have slot 0
-        self.seq_ids = np.full(num_rows, -1)
+        self.seq_ids = np.zeros(num_rows, np.int64)
         self.sequences: dict[int, NewSequence] = {}  # by row
         self._new_blocks: list[tuple[int, int, Sequence[int]]] = []  # row, first place, ids
+        self._first_places = np.zeros(num_rows, np.int64)  # see `expect_tokens`
         self._row_of: dict[SequenceId, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -64,7 +65,7 @@ class SequenceRows:
         row = self._row_of.pop(seq_id, None)
         if row is not None:
             del self.sequences[row]
-            self.seq_ids[row] = -1
+            self._first_places[row] += self.token_ids.shape[1] + 1  # past all that it had
             self._free.append(row)
 
     def add(self, sequence: NewSequence) -> int:
@@ -106,17 +107,20 @@ class SequenceRows:
     def expect_tokens(self, rows: Ints) -> Ints:
         """One more token in each of the rows, being sampled; a row that is full stays as it is.
 
-        Returns where the tokens will be: their positions.
+        Returns their places, for `set_tokens`: positions, counted on through all sequences that a
+        row has had. So a sequence that is added again to its row, as after a preemption, gets
+        others, and a token on its way to it as it was can do it no harm.
         """
         positions = self.num_tokens[rows]
         fits = positions < self.token_ids.shape[1]
         self.token_ids[rows[fits], positions[fits]] = -1 - rows[fits]
         self.num_tokens[rows[fits]] += 1
-        return positions
+        return self._first_places[rows] + positions
 
-    def set_tokens(self, rows: Ints, seq_ids: Ints, positions: Ints, token_ids: Ints) -> None:
+    def set_tokens(self, rows: Ints, places: Ints, token_ids: Ints) -> None:
         """The tokens that were expected, for those sequences that are still in their rows."""
-        here = (self.seq_ids[rows] == seq_ids) & (positions < self.num_tokens[rows])
+        positions = places - self._first_places[rows]
+        here = (positions >= 0) & (positions < self.num_tokens[rows])
         self.token_ids[rows[here], positions[here]] = token_ids[here]
 
     def arrays(self, scheduled: Sequence[ScheduledSequence]) -> StepArrays:

@@ -23,7 +23,7 @@ class Samples:
 
     rows: Ints
     seq_ids: Ints
-    positions: Ints
+    places: Ints  # as `expect_tokens` counts them
     num_logprobs: Ints
     values: Callable[[], NDArray[np.float64]]  # waits for `join_samples`
 
@@ -53,7 +53,7 @@ class PassOutputs:
             token_ids, sampled = read_samples(
                 samples.values(), samples.seq_ids, samples.num_logprobs
             )
-            sequences.set_tokens(samples.rows, samples.seq_ids, samples.positions, token_ids)
+            sequences.set_tokens(samples.rows, samples.places, token_ids)
         prompt_logprobs = {
             seq_id: [score for part in parts for score in read_scores(part.targets, part.values())]
             for seq_id, parts in self.scores.items()

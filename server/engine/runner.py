@@ -213,7 +213,7 @@ class Runner:
         together = Samples(
             rows=sampling_rows,
             seq_ids=self.rows.seq_ids[sampling_rows],
-            positions=self.rows.expect_tokens(sampling_rows),
+            places=self.rows.expect_tokens(sampling_rows),
             num_logprobs=self.sampling.num_logprobs(sampling_rows),
             values=download(join_samples(output)),
         )

@@ -119,6 +119,7 @@ def test_there_are_counters_for_the_largest_pass(
     max_tokens: int, max_rank: int, needed: int
 ) -> None:
     """Of 256 adapters that list all they can: tiles of 32 rows, and of 16 or 64 tokens."""
+    pytest.importorskip("triton")
     from lorakeet.kernels.rank_rows import RankRows
     from lorakeet.kernels.tiles import ROWS_AT_ONCE
     from lorakeet.kernels.token_tiles import cut_of

@@ -124,7 +124,10 @@ def test_a_failed_load_leaves_nothing(store: HostStore, adapters: list[Path], mo
 
 
 def test_a_fault_of_the_reader_ends_one_load_only(
-    store: HostStore, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+    store: HostStore,
+    adapters: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def out_of_memory(*args: Any, **options: Any) -> Adapter:
         raise MemoryError
@@ -133,6 +136,7 @@ def test_a_fault_of_the_reader_ends_one_load_only(
         patch.setattr(host_store, "read_adapter", out_of_memory)
         with pytest.raises(AdapterError, match="MemoryError"):
             store.load(ONE, adapters[0]).result(TIMEOUT)
+    assert f"the adapter at {adapters[0]} could not be read" in caplog.text
     store.load(TWO, adapters[0]).result(TIMEOUT)
 
 

@@ -179,8 +179,17 @@ def test_adapters_that_never_fit_are_refused() -> None:
     with pytest.raises(PoolError) as refused:
         slots.register(AdapterId(1), 9, pinned=False)
     assert facts(refused.value) == ("rank", 9, 8)
+    assert str(refused.value) == "rank: 9 are needed, there is room for 8"
     with pytest.raises(ValueError, match="rows"):
         SlotManager(2, 7, 8)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_pool_without_slots_refuses_every_adapter(rank: int) -> None:
+    slots = SlotManager(1, 0, 8)
+    with pytest.raises(PoolError) as refused:
+        slots.register(AdapterId(1), rank, pinned=False)
+    assert facts(refused.value) == ("slots", 1, 0)
 
 
 def test_a_transient_slot_is_free_after_its_last_use() -> None:

@@ -261,6 +261,8 @@ def test_a_pinned_adapter_stays(model: Path, adapters: list[Path]) -> None:
             "rows are left, and one of them may need 6 (raise lora_vocabulary_memory)",
         ),
         (PoolError("rank", 9, 8), "rank 9 is larger than the pool takes, which is 8"),
+        (PoolError("slots", 1, 0), "it needs 1 of the pool's 0 slots"),
+        (PoolError("rows", 9, 8), "it needs 9 of the pool's 8 rows"),
         (
             PoolError("vocabulary_bytes", 1001, 1000),
             "its embedding and head rows take 1001 bytes, there is room for 1000 "

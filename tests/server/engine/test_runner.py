@@ -1,6 +1,7 @@
 """The runner on tiny real models, against PEFT one prompt at a time."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from lorakeet.configs.settings import SettingsError
 from lorakeet.lora.adapter import AdapterId, Slot
@@ -30,11 +32,12 @@ from lorakeet.server.engine.step import (
     SlotLoad,
     Step,
 )
-from support.adapters import make_adapter, peft_greedy, peft_logprobs
+from support.adapters import make_adapter, peft_greedy, peft_logprobs, peft_model
 from support.engines import StepEngine, cpu_settings, overflowing_adapter, prompt_of
 from support.models import VOCAB_SIZE, tiny_model
 
 TOLERANCE = 1e-3
+BYTES_PER_TOKEN = 2 * 3 * 2 * 16 * 4  # of KV
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,12 @@ def test_prefix_hits_change_nothing_and_never_cross_adapters(files: Files) -> No
             assert result.token_ids == peft_greedy(files.model, files.adapters[adapter], prompt, 8)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_preempted_sequences_end_as_if_alone(files: Files, depth: int) -> None:
     """With steps in flight too, whose tokens only the device knows."""
 
     def run(kv_tokens: int, names: list[str]) -> StepEngine:
-        bytes_per_token = 2 * 3 * 2 * 16 * 4
-        memory_size = kv_tokens * bytes_per_token
-        engine = engine_with_adapters(files, cpu_kv_memory=memory_size, depth=depth)
+        engine = engine_with_adapters(files, cpu_kv_memory=kv_tokens * BYTES_PER_TOKEN, depth=depth)
         for index, name in enumerate(names):
             # seeded, unseeded greedy and penalised rows, in the same batch
             sampling = [
@@ -161,6 +162,56 @@ def test_preempted_sequences_end_as_if_alone(files: Files, depth: int) -> None:
         prompt = prompt_of(9 + index, index)
         expected = peft_greedy(files.model, files.adapters[index % 4], prompt, 20)
         assert tight.results[str(index)].token_ids == expected
+
+
+def penalised_greedy(
+    files: Files,
+    adapter: int,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+) -> list[int]:
+    """PEFT's logits, transformers' repetition penalty, and OpenAI's formula of the other two."""
+    model = peft_model(files.model, files.adapters[adapter])
+    repetition = RepetitionPenaltyLogitsProcessor(repetition_penalty)
+    output: list[int] = []
+    for _ in range(num_tokens):
+        token_ids = torch.tensor([prompt + output])
+        with torch.no_grad():
+            logits = repetition(token_ids, model(token_ids).logits[:, -1].float())[0]
+        for token_id, count in Counter(output).items():
+            logits[token_id] -= presence_penalty + frequency_penalty * count
+        output.append(int(logits.argmax()))
+    return output
+
+
+@pytest.mark.parametrize(("kv_tokens", "preempts"), [(4096, False), (64, True)])
+def test_penalised_decodes_equal_a_plain_computation(
+    files: Files, kv_tokens: int, preempts: bool
+) -> None:
+    """With two steps in flight, as on CUDA: what was sampled last is not on the host."""
+    engine = engine_with_adapters(files, cpu_kv_memory=kv_tokens * BYTES_PER_TOKEN, depth=2)
+    requests: list[tuple[int, dict[str, float]]] = [  # tokens made likelier come again, at once too
+        (0, {"repetition_penalty": 1.3}),
+        (0, {"presence_penalty": -2.0, "frequency_penalty": 0.5}),
+        (3, {"frequency_penalty": -1.0}),
+        (1, {"repetition_penalty": 0.5, "presence_penalty": 0.5, "frequency_penalty": 0.3}),
+        (2, {"presence_penalty": -2.0}),
+        (1, {}),
+    ]
+    prompts = [prompt_of(9 + index, index) for index in range(len(requests))]
+    for index, (adapter, penalties) in enumerate(requests):
+        engine.add(str(index), prompts[index], adapter, max_tokens=20, **penalties)
+    results = engine.run()
+    assert (engine.scheduler.stats().num_preemptions > 0) == preempts
+    for index, (adapter, penalties) in enumerate(requests):
+        expected = penalised_greedy(files, adapter, prompts[index], 20, **penalties)
+        assert results[str(index)].token_ids == expected
+        free = peft_greedy(files.model, files.adapters[adapter], prompts[index], 20)
+        assert (expected == free) == (not penalties), "penalties that change nothing test nothing"
 
 
 def test_requests_without_a_seed_differ(files: Files) -> None:
@@ -330,9 +381,9 @@ def test_tokens_in_flight_reach_only_the_sequence_that_they_are_for() -> None:
     for number in range(2):
         seq_id = SequenceId(number)
         rows.add(NewSequence(seq_id, (5, 6), 2, SamplingParams(), (), Slot(0), (BlockId(0),)))
-    both, seq_ids = np.arange(2), rows.seq_ids.copy()
-    positions = rows.expect_tokens(both)
-    assert positions.tolist() == [2, 2]
+    both = np.arange(2)
+    places = rows.expect_tokens(both)
+    assert rows.token_ids[both, 2].tolist() == [-1, -2]
     decode = rows.arrays([ScheduledSequence(SequenceId(1), 2, 1, (BlockId(1),), samples=True)])
     on_device = DeviceRows(2, 2, torch.device("cpu"))
     on_device.set_last_tokens(torch.tensor([0, 1]), torch.tensor([70, 80]))
@@ -341,8 +392,25 @@ def test_tokens_in_flight_reach_only_the_sequence_that_they_are_for() -> None:
 
     rows.release(SequenceId(0))
     rows.add(NewSequence(SequenceId(2), (7, 8, 9), 3, SamplingParams(), (), Slot(0), ()))
-    rows.set_tokens(both, seq_ids, positions, np.array([70, 80]))
+    rows.set_tokens(both, places, np.array([70, 80]))
     assert rows.token_ids[:, :3].tolist() == [[7, 8, 9], [5, 6, 80]]
+
+
+def test_a_sequence_that_is_back_in_its_row_gets_no_token_that_it_has_dropped() -> None:
+    rows = SequenceRows(num_rows=1, max_model_len=4, block_size=2)
+    sequence = NewSequence(SequenceId(0), (5, 6), 2, SamplingParams(), (), Slot(0), ())
+    row = np.array([rows.add(sequence)])
+    dropped = [rows.expect_tokens(row) for _ in range(3)]  # the last past the end of the row
+    rows.release(sequence.seq_id)
+    rows.set_tokens(row, dropped[0], np.array([70]))
+    assert rows.add(sequence) == row
+    awaited = [rows.expect_tokens(row) for _ in range(2)]
+    for places in dropped:
+        rows.set_tokens(row, places, np.array([80]))
+    assert rows.token_ids.tolist() == [[5, 6, -1, -1]]
+    for places, token_id in zip(awaited, (90, 91), strict=True):
+        rows.set_tokens(row, places, np.array([token_id]))
+    assert rows.token_ids.tolist() == [[5, 6, 90, 91]]
 
 
 def test_too_few_blocks_are_found_out() -> None:

@@ -89,10 +89,12 @@ class Engine:
         if not self.running:
             return
         known = self.running.pop(self.random.randrange(len(self.running)))
-        host = self.rows.token_ids[known.row, : len(known.tokens)].tolist()
+        on_host = self.rows.token_ids[known.row, : len(known.tokens)].tolist()
+        arrived = [token for token in on_host if token >= 0]
+        assert arrived == known.tokens[: len(arrived)]
         self.rows.release(known.seq_id)
         if preempt:
-            known.tokens = known.tokens[: sum(token >= 0 for token in host)]
+            known.tokens = arrived
             self.waiting.append(known)
 
     def decode(self) -> None:
@@ -115,8 +117,8 @@ class Engine:
             batch.penalties.count(torch.tensor(tokens))
         for known, token in zip(chosen, tokens, strict=True):
             known.tokens.append(token)
-        positions = self.rows.expect_tokens(rows)
-        self.in_flight.append((rows, self.rows.seq_ids[rows], positions, np.array(tokens)))
+        places = self.rows.expect_tokens(rows)
+        self.in_flight.append((rows, places, np.array(tokens)))
 
     def apply(self) -> None:
         if self.in_flight:
