@@ -5,7 +5,7 @@ become integer weights, whose sums are exact in any order: so neither the other 
 the way a device adds can move a border between two tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,6 +39,15 @@ class SamplingRow:
     prompt_ids: Sequence[int] = ()  # read for repetition_penalty only
     output_ids: Sequence[int] = ()  # read for the three penalties only
     num_logprobs: int | None = None  # alternatives to report; 0: only the chosen token
+
+    @property
+    def biases(self) -> dict[int, float]:
+        return with_bans(self.logit_bias, self.banned_ids)
+
+
+def with_bans(biases: Mapping[int, float], banned_ids: Iterable[int]) -> dict[int, float]:
+    """Biases of tokens by their ids, with those of tokens that are never chosen."""
+    return dict(biases) | dict.fromkeys(banned_ids, -np.inf)
 
 
 @dataclass(frozen=True)
@@ -132,23 +141,23 @@ def build(
     penalties = build_penalties(counts, indices, indices, np.array(values).T)
     wanted = [row.num_logprobs for row in rows if row.num_logprobs is not None]
     num_logprobs = max(wanted) if wanted else None
-    edited = dict(enumerate(rows))
-    return build_columns(columns, penalties, edited, num_logprobs, vocab_size, device)
+    biases = {index: row.biases for index, row in enumerate(rows)}
+    return build_columns(columns, penalties, biases, num_logprobs, vocab_size, device)
 
 
 def build_columns(
     columns: SamplingColumns,
     penalties: Penalties | None,
-    edited: Mapping[int, SamplingRow],
+    biases: Mapping[int, Mapping[int, float]],
     num_logprobs: int | None,
     vocab_size: int,
     device: torch.device | str = "cpu",
 ) -> SamplingBatch:
-    """The same from columns. `edited`: rows, by index, that may have biases or bans."""
+    """The same from columns. `biases`: by row, of tokens by their ids; -inf: never chosen."""
     assert vocab_size <= 2**22
     edits = SamplingBatch(
         penalties=penalties,
-        offsets=_biases(edited, vocab_size, device),
+        offsets=_offsets(biases, vocab_size, device),
         num_logprobs=num_logprobs,
     )
     greedy = columns.temperature < _GREEDY_BELOW
@@ -179,15 +188,14 @@ def build_columns(
     )
 
 
-def _biases(
-    edited: Mapping[int, SamplingRow], vocab_size: int, device: torch.device | str
+def _offsets(
+    biases: Mapping[int, Mapping[int, float]], vocab_size: int, device: torch.device | str
 ) -> LogitEdits | None:
     rows, ids, values = [], [], []
-    for index, row in edited.items():
-        own = [*row.logit_bias, *row.banned_ids]
-        rows += [index] * len(own)
-        ids += own
-        values += [*row.logit_bias.values(), *[-np.inf] * len(row.banned_ids)]
+    for row, own in biases.items():
+        rows += [row] * len(own)
+        ids += [*own]
+        values += [*own.values()]
     all_ids = np.array(ids, np.int64)
     inside = (all_ids >= 0) & (all_ids < vocab_size)  # an id outside would write elsewhere
     if not inside.any():

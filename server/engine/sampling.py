@@ -10,8 +10,8 @@ from lorakeet.models.penalties import Penalties, TokenCounts, build_penalties
 from lorakeet.models.sampler import (
     SamplingBatch,
     SamplingColumns,
-    SamplingRow,
     build_columns,
+    with_bans,
 )
 from lorakeet.server.engine.inputs import Ints, SequenceRows
 from lorakeet.server.engine.step import NewSequence
@@ -41,7 +41,7 @@ class SamplingRows:
         self._penalties = np.zeros((3, num_rows))  # repetition, presence, frequency
         self._has_penalty = np.zeros(num_rows, np.bool_)
         self._is_counted = np.zeros(num_rows, np.bool_)  # `counts` know its tokens
-        self._edits = np.zeros(num_rows, np.bool_)
+        self._has_biases = np.zeros(num_rows, np.bool_)
         self._scores_prompt = np.zeros(num_rows, np.bool_)
 
     def add(self, row: int, sequence: NewSequence) -> None:
@@ -63,7 +63,7 @@ class SamplingRows:
         )
         self._has_penalty[row] = params.has_penalty
         self._is_counted[row] = False
-        self._edits[row] = params.logit_bias or params.min_tokens
+        self._has_biases[row] = params.logit_bias or params.min_tokens
         self._scores_prompt[row] = params.prompt_logprobs is not None
 
     def scores_prompt(self, rows: Ints) -> NDArray[np.bool_]:
@@ -87,15 +87,15 @@ class SamplingRows:
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
         )
-        edited = {
-            index: self._edited_row(int(rows[index]))
-            for index in np.flatnonzero(self._edits[rows]).tolist()
+        biases = {
+            index: self._biases(int(rows[index]))
+            for index in np.flatnonzero(self._has_biases[rows]).tolist()
         }
         wanted = int(self._num_logprobs[rows].max())
         return build_columns(
             columns,
             self._penalties_of(rows, num_columns),
-            edited,
+            biases,
             None if wanted < 0 else wanted,
             num_columns,
             self._device,
@@ -119,8 +119,8 @@ class SamplingRows:
         self._counts.start(row, prompt, output)
         self._is_counted[row] = True
 
-    def _edited_row(self, row: int) -> SamplingRow:
-        """Biases and bans."""
+    def _biases(self, row: int) -> dict[int, float]:
+        """Of tokens by their ids; those that would end it too early are never chosen."""
         sequence = self._sequences.sequences[row]
         params = sequence.sampling
         num_output = int(self._sequences.num_tokens[row] - self._num_prompt[row])
@@ -129,4 +129,4 @@ class SamplingRows:
             banned = params.stop_token_ids
             if not params.ignore_eos:
                 banned += sequence.eos_token_ids
-        return SamplingRow(logit_bias=params.logit_bias, banned_ids=banned)
+        return with_bans(params.logit_bias, banned)
