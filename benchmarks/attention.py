@@ -19,18 +19,23 @@ same run. The last line: the best alternative's time over ours, geometric mean o
 one of them ran in.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 from attention_alternatives import ALTERNATIVES, Problem, Run
-from common import BLOCK_SIZE, Ceilings, graph_of, measure_ceilings, median_ms
+from common import (
+    BLOCK_SIZE,
+    Ceilings,
+    case_parser,
+    graph_of,
+    measure_ceilings,
+    median_ms,
+    write_cases,
+)
 from shapes import LLAMA_8B, TINY
 from torch import Tensor
 
@@ -144,10 +149,7 @@ def print_result(result: Result, names: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose names hold this")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true")
+    parser = case_parser(__doc__ or "")
     args = parser.parse_args()
     cases = [case for case in (SMOKE_CASES if args.smoke else CASES) if args.only in case]
     if not cases:
@@ -164,8 +166,7 @@ def main() -> None:
         results.append(measure(Problem(case, config, device), case, ceilings, others))
         print_result(results[-1], list(others))
     if args.json:
-        rows = [asdict(result) for result in results]
-        args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "cases": rows}, indent=1))
+        write_cases(args.json, ceilings, results)
     gains = [result.gain for result in results if result.others_us]
     mean = f"{geometric_mean(gains):.2f}" if gains else "none has run"
     print(f"best alternative / ours, geometric mean: {mean}")

@@ -3,10 +3,14 @@
 Not a command. Without a GPU everything runs in Triton's interpreter, and the clock says 1 ms.
 """
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -254,3 +258,21 @@ class ModelBench:
 
     def floor(self, ceilings: Ceilings) -> Floor:
         return Floor(self.config, self.specs, self.model.dtype.itemsize, ceilings)
+
+
+# --- commands that measure case by case ---
+
+
+def case_parser(description: str) -> argparse.ArgumentParser:
+    """`description`: of which the first line is shown."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose names hold this")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    return parser
+
+
+def write_cases(path: Path, ceilings: Ceilings, results: Sequence[Any]) -> None:
+    """`results`: dataclasses."""
+    found = {"ceilings": asdict(ceilings), "cases": [asdict(result) for result in results]}
+    path.write_text(json.dumps(found, indent=1))

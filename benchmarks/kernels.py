@@ -14,16 +14,22 @@ is timed, each result is compared with the loop's. The last line is the geometri
 speed-ups.
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import geometric_mean
 
 import numpy as np
 import torch
-from common import NUM_COUNTERS, Ceilings, ModelBench, graph_of, measure_ceilings, median_ms
+from common import (
+    NUM_COUNTERS,
+    Ceilings,
+    ModelBench,
+    case_parser,
+    graph_of,
+    measure_ceilings,
+    median_ms,
+    write_cases,
+)
 from shapes import LLAMA_8B, TINY
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -265,10 +271,7 @@ def print_result(result: Result) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose names hold this")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true")
+    parser = case_parser(__doc__ or "")
     args = parser.parse_args()
     device = "cpu" if args.smoke else "cuda"
     values = TINY if args.smoke else LLAMA_8B | {"num_hidden_layers": 8}
@@ -285,8 +288,7 @@ def main() -> None:
     if not results:
         parser.error(f"no case's name holds {args.only!r}")
     if args.json:
-        rows = [asdict(result) for result in results]
-        args.json.write_text(json.dumps({"ceilings": asdict(ceilings), "cases": rows}, indent=1))
+        write_cases(args.json, ceilings, results)
     mean = geometric_mean(result.loop_us / result.us for result in results)
     print(f"faster than the loop, geometric mean: {mean:.2f}")
 
