@@ -59,7 +59,7 @@ def ours(problem: Problem) -> Run:
     def run(i: int) -> Tensor:
         return paged_attention(
             problem.q[i], *caches[i], problem.query_starts, problem.contexts, tables,
-            num_decodes, problem.queries, longest, problem.scale,
+            num_decodes, longest, problem.scale,
         )  # fmt: skip
 
     return run

@@ -244,7 +244,6 @@ class ModelBench:
             context_lens=self.put(contexts, torch.int32),
             block_tables=self.put(tables, torch.int32),
             num_decodes=size,
-            max_query_len=1,
             max_context_len=self.config.max_position_embeddings,
             lora=self.lora(slots),
             logits_lora=None,

@@ -14,9 +14,10 @@ Each point is measured as it is served: two steps in flight, greedy. `--modes` a
 what else is measured beside it, one change at a time: one step in flight, or no CUDA graphs; a
 draw from the top 0.95, or all three penalties.
 
-"base only" is a batch without adapters in an engine whose model is not wrapped for LoRA, over the
-same with adapters loaded but not used. The last line is the worst peer/step of what is served, or
-"base only" where no point has a peer.
+Then prompts of some lengths, one alone in the engine, until their first token; "eager" is without
+CUDA graphs. "base only" is a batch without adapters in an engine whose model is not wrapped for
+LoRA, over the same with adapters loaded but not used. The last line is the worst peer/step of what
+is served, or "base only" where no point has a peer.
 """
 
 import argparse
@@ -79,6 +80,7 @@ class Scale:
     points: str
     base_only: int  # the batch that is compared
     prompt: int
+    prompts: tuple[int, ...]  # lengths of those whose first tokens are timed
     short: int  # tokens of an answer
     long: int
     repeats: int
@@ -96,6 +98,7 @@ FULL = Scale(
     points=",".join(point for point in POINTS.split(",") if point.split(":")[1] not in MIXES),
     base_only=64,
     prompt=128,
+    prompts=(32, 128, 256, 512, 768, 1024, 2048),
     short=64,
     long=320,
     repeats=3,
@@ -107,6 +110,7 @@ SMOKE = Scale(
     points="1:0,3:2,2:mixed",
     base_only=2,
     prompt=8,
+    prompts=(5, 40),
     short=4,
     long=20,
     repeats=1,
@@ -129,6 +133,16 @@ class Result:
     def peer_ratio(self) -> float:
         """NaN without a peer."""
         return (self.peer_ms or math.nan) / self.step_ms
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Until the first token of a prompt, alone in the engine."""
+
+    length: int
+    has_adapter: bool
+    served_ms: float
+    eager_ms: float
 
 
 class Engine:
@@ -165,16 +179,25 @@ class Engine:
         step, waits = 1e3 * (of_long - of_short) / (long - short)
         return float(step), float(waits)
 
-    def generate(self, point: Point, way: Way, num_tokens: int) -> tuple[float, float]:
-        """Seconds until all rows have so many tokens, and of these the host's wait. Prompts are
-        never the same twice, so that none is in the prefix cache."""
+    def first_token_ms(self, length: int, point: Point, way: Way) -> float:
+        """Milliseconds until prompts of this length have their first tokens."""
+        self._depth, self.runner.graphs = way.depth, self.graphs if way.has_graphs else None
+        times = [self.generate(point, way, 1, length)[0] for _ in range(3 + self.scale.repeats)]
+        return float(1e3 * np.median(times[3:]))
+
+    def generate(
+        self, point: Point, way: Way, num_tokens: int, prompt: int | None = None
+    ) -> tuple[float, float]:
+        """Seconds until all rows have so many tokens, and of these the host's wait. Prompts, of
+        `prompt` tokens or the scale's, are never the same twice, so that none is in the prefix
+        cache."""
         params = replace(way.sampling, max_tokens=num_tokens, ignore_eos=True)
         vocab_size = self.runner.config.vocab_size
-        prompts = self._random.integers(3, vocab_size, (point.size, self.scale.prompt)).tolist()
+        prompts = self._random.integers(3, vocab_size, (point.size, prompt or self.scale.prompt))
         self.waited, start = 0.0, time.perf_counter()
-        for prompt, number in zip(prompts, point.adapters, strict=True):
+        for tokens, number in zip(prompts.tolist(), point.adapters, strict=True):
             adapter_id = 0 if number < 0 else adapter_id_of(number, point.ranks[number])
-            self.scheduler.add(AddRequest(str(next(self._names)), prompt, params, adapter_id))
+            self.scheduler.add(AddRequest(str(next(self._names)), tokens, params, adapter_id))
         while self.scheduler.has_work or self._in_flight:
             self._step()
         return time.perf_counter() - start, self.waited
@@ -236,6 +259,25 @@ def print_result(result: Result) -> None:
         f"{result.step_ms / result.served_ms:11.3f}",
         flush=True,
     )
+
+
+def measure_prompts(engine: Engine) -> list[Prompt]:
+    """One prompt at a time; prints a line for each length."""
+    print("prompt  adapter  served ms  eager ms  eager/served")
+    found = []
+    for length in engine.scale.prompts:
+        for has_adapter in (False, True):
+            point = Point.parse(f"1:{int(has_adapter)}")
+            served, eager = (
+                engine.first_token_ms(length, point, way) for way in (SERVED, MODES["eager"])
+            )
+            found.append(Prompt(length, has_adapter, served, eager))
+            print(
+                f"{length:6d}  {has_adapter!s:>7}  {served:9.2f}  {eager:8.2f}  "
+                f"{eager / served:12.2f}",
+                flush=True,
+            )
+    return found
 
 
 def base_only(engine: Engine, model: Path, folder: Path) -> float:
@@ -305,12 +347,19 @@ def main() -> None:
         )
         ways = args.modes | args.sampling
         results = [r for each in points for r in measure_point(engine, each, ways, ceilings)]
+        engine.add_adapters(Point.parse("1:1").ranks, Path(name))
+        prompts = measure_prompts(engine)
         ratio = base_only(engine, model, Path(name))
         engine.runner.shutdown()
     gc.unfreeze()  # what is frozen at the end, Triton's bindings call leaked
     if args.json:
         rows = [asdict(result) for result in results]
-        found = {"ceilings": asdict(ceilings), "base_only": ratio, "points": rows}
+        found = {
+            "ceilings": asdict(ceilings),
+            "base_only": ratio,
+            "points": rows,
+            "prompts": [asdict(prompt) for prompt in prompts],
+        }
         args.json.write_text(json.dumps(found, indent=1))
     if beside := [result for result in results if result.peer_ms]:
         worst = min(beside, key=lambda result: result.peer_ratio)

@@ -44,7 +44,6 @@ def prefill_batch(
         context_lens=bench.put(np.full(sequences, tokens), torch.int32),
         block_tables=bench.put(tables, torch.int32),
         num_decodes=0,
-        max_query_len=tokens,
         max_context_len=tokens,
         lora=bench.lora(slots.astype(np.int32)),
         logits_lora=None,

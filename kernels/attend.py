@@ -10,7 +10,6 @@ import triton.language as tl
 
 from lorakeet.kernels.sizes import power_of_two
 
-KEYS = 64  # keys taken at a time
 MIN_TILE = 16  # the least that `tl.dot` takes, in any dimension
 
 
@@ -24,6 +23,7 @@ def attend(  # type: ignore[no-untyped-def]
     last_keys,
     first,
     end,
+    seen_by_all,
     k_cache,
     v_cache,
     kv_head,
@@ -37,38 +37,112 @@ def attend(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Keys [first, end) for queries (M, D) that see keys up to `last_keys` (M,).
+    """Keys [first, end) for queries (M, D) that see keys up to `last_keys` (M,). `seen_by_all`: all
+    queries see all keys before it; None: not worth a loop of its own.
 
     Returns the weighted sum of the values (M, D), the sum of the weights (M,) and the highest
-    score (M,), to which the weights are relative. `scale` holds log2(e): powers of two are cheaper.
+    score (M,), to which the weights are relative. `scale`, above 0, holds log2(e): powers of two
+    are cheaper.
     """
-    d = tl.arange(0, BLOCK_D)
-    in_head = d < HEAD_DIM
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if seen_by_all is not None:  # without masks, which cost about as much as the softmax
+        whole = first + tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
+        for start in range(first, whole, BLOCK_N):
+            total, weight, highest = _attend_keys(
+                query,
+                last_keys,
+                start,
+                end,
+                total,
+                weight,
+                highest,
+                k_cache,
+                v_cache,
+                kv_head,
+                table,
+                scale,
+                False,
+                WINDOW,
+                BLOCK_SIZE,
+                KV_HEADS,
+                HEAD_DIM,
+                BLOCK_N,
+                BLOCK_D,
+            )
+        first = whole
     for start in range(first, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        in_range = keys < end
-        blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-        rows = ((blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-        k_mask = in_head[:, None] & in_range[None, :]
-        k = tl.load(k_cache + rows[None, :] + d[:, None], mask=k_mask, other=0.0)
-        v_mask = in_range[:, None] & in_head[None, :]
-        v = tl.load(v_cache + rows[:, None] + d[None, :], mask=v_mask, other=0.0)
+        total, weight, highest = _attend_keys(
+            query,
+            last_keys,
+            start,
+            end,
+            total,
+            weight,
+            highest,
+            k_cache,
+            v_cache,
+            kv_head,
+            table,
+            scale,
+            True,
+            WINDOW,
+            BLOCK_SIZE,
+            KV_HEADS,
+            HEAD_DIM,
+            BLOCK_N,
+            BLOCK_D,
+        )
+    return total, weight, highest
 
-        scores = tl.dot(query, k, input_precision="ieee") * scale
+
+@triton.jit
+def _attend_keys(  # type: ignore[no-untyped-def]
+    query,
+    last_keys,
+    start,
+    end,
+    total,
+    weight,
+    highest,
+    k_cache,
+    v_cache,
+    kv_head,
+    table,
+    scale,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The sums of `attend` with the keys from `start` on; not MASKED: all queries see all N."""
+    keys = start + tl.arange(0, BLOCK_N)
+    in_range = keys < end if MASKED else tl.full([BLOCK_N], 1, tl.int1)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+    rows = ((blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    k_mask = in_head[:, None] & in_range[None, :]
+    k = tl.load(k_cache + rows[None, :] + d[:, None], mask=k_mask, other=0.0)
+    v_mask = in_range[:, None] & in_head[None, :]
+    v = tl.load(v_cache + rows[:, None] + d[None, :], mask=v_mask, other=0.0)
+
+    scores = tl.dot(query, k, input_precision="ieee")
+    if MASKED:
         visible = in_range[None, :] & (keys[None, :] <= last_keys[:, None])
         if WINDOW > 0:
             visible = visible & (keys[None, :] > last_keys[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # -inf - -inf would be NaN in a row that has seen no key yet
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+    base = new_highest
+    if MASKED:  # -inf - -inf would be NaN in a row that has seen no key yet
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        shrink = tl.exp2(highest - base)
-        weights = tl.exp2(scores - base[:, None])
-        products = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * shrink[:, None] + products
-        weight = weight * shrink + tl.sum(weights, 1)
-        highest = new_highest
-    return total, weight, highest
+    shrink = tl.exp2(highest - base)
+    weights = tl.exp2(scores * scale - base[:, None])  # one operation
+    total = tl.dot(weights.to(v.dtype), v, total * shrink[:, None], input_precision="ieee")
+    weight = weight * shrink + tl.sum(weights, 1)
+    return total, weight, new_highest

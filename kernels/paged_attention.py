@@ -18,7 +18,6 @@ def paged_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     num_decodes: int,
-    max_query_len: int,
     max_context_len: int,
     scale: float,
     sliding_window: int | None = None,
@@ -29,11 +28,12 @@ def paged_attention(
     block_size, kv_heads, head_dim), contiguous, of q's dtype; query_starts: (S + 1,) int32;
     context_lens: (S,) int32; block_tables: (S, max_blocks) int32. Query i of n, in a context of
     c keys, sees the keys up to c - n + i; of these the last `sliding_window`, its own among them.
-    The first `num_decodes` sequences have one query each. Returns (T, heads, head_dim) of q's
-    dtype; softmax and sums are float32.
+    The first `num_decodes` sequences have one query each: the first tokens. Returns (T, heads,
+    head_dim) of q's dtype; softmax and sums are float32.
 
-    The launches depend on shapes and on the host's numbers alone, and a decode with context 0
-    (padding) gets zeros: a captured graph of decodes serves every batch up to its limits.
+    The launches depend on shapes and on the host's numbers alone, so a captured graph serves every
+    batch up to its limits: padding are decodes with context 0, which get zeros, also if their token
+    belongs to one of the other sequences, and of these some without queries.
     Raises ValueError for a sliding window below 1.
     """
     if sliding_window is not None and sliding_window < 1:
@@ -67,7 +67,6 @@ def paged_attention(
             context_lens,
             block_tables,
             num_decodes,
-            max_query_len,
             scale,
             window,
             out,

@@ -76,6 +76,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.zeros([BLOCK_M], dtype=tl.int32) + (context - 1),
         first,
         tl.minimum(context, first + split_size),
+        None,
         k_cache,
         v_cache,
         kv_head,

@@ -5,14 +5,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakeet.kernels.attend import KEYS, attend, tile_size
-from lorakeet.kernels.sizes import cdiv
+from lorakeet.kernels.attend import attend, tile_size
 
 ROWS = 64  # rows of a program's tile: query by query, the heads of a group side by side
+KEYS = 64  # keys taken at a time
+
+
+@triton.jit
+def _find_tile(  # type: ignore[no-untyped-def]
+    tile, query_starts, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The sequence that a tile belongs to, and its first row there. A sequence has a tile more than
+    lie between the places, in whole tiles, where its rows begin and end."""
+    origin = tl.load(query_starts)
+    low, high = 0, num_sequences - 1
+    while low < high:  # the last sequence whose first tile is not past this one
+        middle = (low + high + 1) // 2
+        begins = (tl.load(query_starts + middle) - origin) * GROUP // BLOCK_M + middle <= tile
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle - 1)
+    start = tl.load(query_starts + low)
+    return low, (tile - (start - origin) * GROUP // BLOCK_M - low) * BLOCK_M
 
 
 # sizes that change from step to step must not compile anew
-@triton.jit(do_not_specialize=["first_sequence", "table_stride"])
+@triton.jit(do_not_specialize=["first_sequence", "num_sequences", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     k_cache,
@@ -22,6 +39,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     context_lens,
     block_tables,
     first_sequence,
+    num_sequences,
     scale,
     q_stride,
     out_stride,
@@ -35,14 +53,16 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    first_row = tl.program_id(0) * BLOCK_M
-    sequence = first_sequence + tl.program_id(1)
-    kv_head = tl.program_id(2)
+    # from the last queries on, which see the most: no long program begins when others end
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    query_starts += first_sequence
+    sequence, first_row = _find_tile(tile, query_starts, num_sequences, GROUP, BLOCK_M)
     query_start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - query_start
     if first_row >= num_queries * GROUP:
         return
-    context = tl.load(context_lens + sequence)
+    context = tl.load(context_lens + first_sequence + sequence)
     offset = context - num_queries  # key that belongs to the first query
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -54,18 +74,19 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_rows = q + tokens * q_stride + columns
     query = tl.load(q_rows[:, None] + d[None, :], mask=mask, other=0.0)
 
-    first = 0
+    first, seen_by_all = 0, offset + first_row // GROUP + 1
     if WINDOW > 0:
-        first = tl.maximum(offset + first_row // GROUP - WINDOW + 1, 0)
+        first, seen_by_all = tl.maximum(seen_by_all - WINDOW, 0), 0
     total, weight, _ = attend(
         query,
         offset + index,
         first,
         tl.minimum(context, offset + (first_row + BLOCK_M - 1) // GROUP + 1),
+        seen_by_all,
         k_cache,
         v_cache,
         kv_head,
-        block_tables + sequence.to(tl.int64) * table_stride,
+        block_tables + (first_sequence + sequence).to(tl.int64) * table_stride,
         scale,
         WINDOW,
         BLOCK_SIZE,
@@ -88,18 +109,16 @@ def paged_prefill(
     context_lens: Tensor,
     block_tables: Tensor,
     first_sequence: int,
-    max_query_len: int,
     scale: float,
     window: int,
     out: Tensor,
 ) -> None:
-    """`paged_attention` for the sequences from `first_sequence` on; window 0: none."""
-    _, num_heads, head_dim = q.shape
+    """`paged_attention` for the sequences from `first_sequence` on, of any number of queries, none
+    as well; window 0: none."""
+    num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
-    group = num_heads // num_kv_heads
-    num_sequences = context_lens.shape[0] - first_sequence
-    grid = (cdiv(max_query_len * group, ROWS), num_sequences, num_kv_heads)
-    _prefill_kernel[grid](
+    group, num_sequences = num_heads // num_kv_heads, context_lens.shape[0] - first_sequence
+    _prefill_kernel[num_tokens * group // ROWS + num_sequences, num_kv_heads](
         q,
         k_cache,
         v_cache,
@@ -108,6 +127,7 @@ def paged_prefill(
         context_lens,
         block_tables,
         first_sequence,
+        num_sequences,
         scale,
         q.stride(0),
         out.stride(0),

@@ -117,7 +117,6 @@ def paged_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     num_decodes: int,
-    max_query_len: int,
     max_context_len: int,
     scale: float,
     sliding_window: int | None = None,

@@ -55,11 +55,16 @@ class DecodeTiles:
 def decode_tiles(num_heads: int, key_size: int) -> DecodeTiles:
     """`num_heads`: KV heads of all sequences; `key_size`: of one key, in bytes. Few heads would
     leave most of a GPU idle, were their contexts not split."""
-    if num_heads <= 16:
+    if num_heads <= 8:
         return DecodeTiles(32, 4, 2, min_split=32, max_splits=64)
+    is_narrow = key_size <= 256  # five stages of 64 keys then take 72 KB of shared memory
+    if num_heads <= 32 and is_narrow:
+        return DecodeTiles(64, 2, 5, min_split=32, max_splits=16 if num_heads <= 16 else 8)
+    if num_heads <= 64:
+        return DecodeTiles(64, 2, 2, min_split=32, max_splits=8)
     if num_heads <= 128:
-        return DecodeTiles(32, 4, 2, min_split=32, max_splits=8)
-    if num_heads <= 384 and key_size <= 256:  # 72 KB of shared memory
+        return DecodeTiles(64, 2, 2, min_split=128, max_splits=32)
+    if num_heads <= 384 and is_narrow:
         return DecodeTiles(64, 2, 5, min_split=512, max_splits=16)
     if num_heads <= 1024:
         return DecodeTiles(64, 2, 2, min_split=512, max_splits=16)

@@ -20,5 +20,4 @@ class ForwardBatch:
     context_lens: Tensor  # (S,) int32, tokens of the sequence in the cache after this pass
     block_tables: Tensor  # (S, max_blocks) int32, KV block ids; padding is 0
     num_decodes: int
-    max_query_len: int
     max_context_len: int

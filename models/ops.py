@@ -138,7 +138,6 @@ class TritonOps:
             batch.context_lens,
             batch.block_tables,
             batch.num_decodes,
-            batch.max_query_len,
             batch.max_context_len,
             layer.scale,
             layer.sliding_window,

@@ -84,7 +84,6 @@ def make_batch(
     wide: Sequence[Tensor],
     narrow: Sequence[Tensor],
     rows: DeviceRows,
-    max_query_len: int,
     max_context_len: int,
     num_blocks: int,
     num_decodes: int,
@@ -104,7 +103,6 @@ def make_batch(
         context_lens=context_lens,
         block_tables=rows.block_tables[:, :num_blocks].index_select(0, row_ids),
         num_decodes=num_decodes,
-        max_query_len=max_query_len,
         max_context_len=max_context_len,
         lora=lora,
         logits_lora=None,
@@ -117,16 +115,14 @@ def build_batch(
     """The pass of any step. No logits are asked for yet: `logits_lora` is None."""
     packed = pack(pass_arrays(arrays))
     narrow = upload(packed.values, rows.device)
-    counts = np.diff(arrays.query_starts)
     max_context_len = int(arrays.context_lens.max())
     return make_batch(
         packed.views(narrow.long()),
         packed.views(narrow),
         rows,
-        max_query_len=int(counts.max()),
         max_context_len=max_context_len,
         num_blocks=-(-max_context_len // block_size),
-        num_decodes=int((counts == 1).sum()),
+        num_decodes=arrays.num_decodes,
         lora=lora,
     )
 
@@ -142,7 +138,6 @@ def empty_batch(device: torch.device) -> LoRAForwardBatch:
         context_lens=counts,
         block_tables=counts,
         num_decodes=0,
-        max_query_len=0,
         max_context_len=0,
         lora=None,
         logits_lora=None,

@@ -1,18 +1,17 @@
 """Steps of few tokens in CUDA graphs: a launch for each step instead of hundreds of them.
 
 A graph repeats its kernels on the same tensors. So a step's values are copied into a *static
-batch*, padded to one of a few sizes, and the graph of that size is replayed. There a token of a
-prompt is a sequence of one token too, in the context that ends with it: keys and values of a whole
-chunk are written before attention reads them, layer by layer. There are two sets of graphs:
-one for steps without any adapter, which holds no LoRA kernel at all, and one for every mix of
-adapters and ranks, which are values in the batch's lists of rank rows. Embeddings that adapters
-have of their own are gathered before.
+batch*, padded to one of a few sizes, and the graph of that size is replayed. There are graphs for
+steps of decodes alone and, in fewer sizes, for those with chunks of prompts; each both without a
+LoRA kernel, for steps without any adapter, and for every mix of adapters and ranks, which are
+values in the batch's lists of rank rows. Embeddings that adapters have of their own are gathered
+before.
 
 A static batch is an ordinary `LoRAForwardBatch`: on the CPU the same code runs the pass on it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from lorakeet.kernels.sizes import cdiv
 from lorakeet.lora.batch import LoRAForwardBatch, StaticRankRows, static_room
 from lorakeet.lora.pool import AdapterPool
 from lorakeet.lora.vocabulary import StaticEmbeddings, VocabularyBatch
@@ -27,12 +27,46 @@ from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.transfer import pinned
 from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pass_arrays
 from lorakeet.server.engine.inputs import Ints, StepArrays
-from lorakeet.server.engine.scheduler_config import ReplayLimits
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
-_CHUNK_TOKENS = 512  # in a step with chunks; each size more takes memory, and time at the start
-_MOST_REREAD = 2**18  # cached tokens; past it, the tokens of a chunk better read them together
+_CHUNK_TOKENS = 1024  # with chunks; larger steps keep the device busy for longer than the host
+_SHORT_STEP_TOKENS = 512
+_TOKENS_PER_CHUNK = 8  # a step of many shorter ones goes to a larger graph
+_CHUNK_STEP = 16  # fewer sizes than for decodes alone: multiples of it
+
+
+@dataclass(frozen=True, order=True)
+class Shape:
+    """What a static batch has room for. Decodes come first, of the tokens and of the sequences."""
+
+    num_tokens: int
+    num_decodes: int
+    num_chunks: int  # sequences of several tokens
+
+    @staticmethod
+    def of(arrays: StepArrays) -> "Shape":
+        num_decodes = arrays.num_decodes
+        return Shape(len(arrays.token_ids), num_decodes, len(arrays.rows) - num_decodes)
+
+    def holds(self, other: "Shape") -> bool:
+        return (
+            other.num_tokens <= self.num_tokens
+            and other.num_decodes <= self.num_decodes
+            and other.num_chunks <= self.num_chunks
+        )
+
+
+def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
+    """Those to capture, the smallest first."""
+    decodes = [Shape(size, size, 0) for size in graph_sizes(max_num_seqs)]
+    most = max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens))
+    chunks = [
+        Shape(size, min(size, max_num_seqs), cdiv(size, _TOKENS_PER_CHUNK))
+        for size in graph_sizes(most)
+        if size % _CHUNK_STEP == 0 or size == most
+    ]
+    return sorted(decodes + chunks)
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -49,35 +83,36 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class StaticBatch:
-    """A pass of `size` tokens, each a sequence of its own, in tensors that stay in their place.
+    """A pass in tensors that stay in their place.
 
-    Rows past a step's own are padding: token 0 at position 0 of a sequence without context, whose
-    key and value go nowhere, without an adapter. `rank_rows` and `embeddings`: None, no row has
-    an adapter.
+    What it has room for beyond a step's own is padding: tokens 0 at position 0, whose key and value
+    go nowhere, without an adapter; decodes without context; chunks without tokens. `rank_rows` and
+    `embeddings`: None, no row has an adapter.
     """
 
     def __init__(
         self,
-        size: int,
+        shape: Shape,
         rows: DeviceRows,
         max_context_len: int,
         rank_rows: StaticRankRows | None,
         embeddings: StaticEmbeddings | None,
     ) -> None:
-        self.size = size
+        self._shape = shape
         self._rows = rows
         self._max_context_len = max_context_len
         self._rank_rows = rank_rows
         self._embeddings = embeddings
-        nobody = StepArrays(*[np.zeros(0, np.int64)] * 7)
+        none, start = np.zeros(0, np.int64), np.zeros(1, np.int64)
+        nobody = StepArrays(none, none, none, none, none, start, none)
         self._packed = pack(self._arrays(nobody, np.zeros(0, np.int32)))
         self._values = torch.from_numpy(self._packed.values).to(rows.device)
 
     def fill(
         self, arrays: StepArrays, slots: NDArray[np.int32], vocabulary: VocabularyBatch | None
     ) -> None:
-        """Take in a step of at most `size` tokens, `by_token`; `slots` (T,) of each;
-        `vocabulary`: where embeddings are not the base's."""
+        """Take in a step that the shape takes; `slots` (T,) of its tokens; `vocabulary`: where
+        embeddings are not the base's."""
         values = pack(self._arrays(arrays, slots)).values
         self._values.copy_(pinned(values, self._values.device), non_blocking=True)
         if self._embeddings is not None:
@@ -94,32 +129,52 @@ class StaticBatch:
             wide,
             narrow,
             self._rows,
-            max_query_len=1,
             max_context_len=self._max_context_len,
             num_blocks=self._rows.block_tables.shape[1],
-            num_decodes=self.size,
+            num_decodes=self._shape.num_decodes,
             lora=None if self._rank_rows is None else self._rank_rows.batch(*narrow[-2:]),
         )
         return replace(batch, own_embeddings=self._embeddings)
 
     def _arrays(self, arrays: StepArrays, slots: NDArray[np.int32]) -> list[NDArray[np.integer]]:
-        token_ids, positions, kv_slots, rows, _, context_lens = pass_arrays(arrays)
+        token_ids, positions, kv_slots, rows, query_starts, context_lens = pass_arrays(arrays)
+        size, num_decodes = self._shape.num_tokens, arrays.num_decodes
         padded: list[NDArray[np.integer]] = [
-            _pad(token_ids, self.size),
-            _pad(positions, self.size),
-            _pad(kv_slots, self.size, _NO_KV_SLOT),
-            _pad(rows, self.size),
-            np.arange(self.size + 1),
-            _pad(context_lens, self.size),
+            _pad(token_ids, size),
+            _pad(positions, size),
+            _pad(kv_slots, size, _NO_KV_SLOT),
+            self._by_sequence(rows, num_decodes),
+            np.concatenate(
+                [
+                    np.minimum(np.arange(self._shape.num_decodes), num_decodes),
+                    _pad(
+                        query_starts[num_decodes:],
+                        self._shape.num_chunks + 1,
+                        int(query_starts[-1]),
+                    ),
+                ]
+            ),
+            self._by_sequence(context_lens, num_decodes),
         ]
         if self._rank_rows is not None:
-            padded_slots = _pad(slots, self.size).astype(np.int32)
+            padded_slots = _pad(slots, size).astype(np.int32)
             padded += [self._rank_rows.pack(padded_slots), padded_slots]
         return padded
 
+    def _starts(self, query_starts: Ints, num_decodes: int) -> Ints:
+        decodes = np.minimum(np.arange(self._shape.num_decodes), num_decodes)
+        num_tokens = int(query_starts[-1])
+        chunks = _pad(query_starts[num_decodes:], self._shape.num_chunks + 1, num_tokens)
+        return np.concatenate([decodes, chunks])
+
+    def _by_sequence(self, values: Ints, num_decodes: int) -> Ints:
+        """Decodes and chunks, padded each."""
+        decodes = _pad(values[:num_decodes], self._shape.num_decodes)
+        return np.concatenate([decodes, _pad(values[num_decodes:], self._shape.num_chunks)])
+
 
 class PassGraphs:
-    """The model's pass over few tokens: decode steps of any batch, and small chunks of prompts."""
+    """The model's pass over few tokens: decodes of any batch, and chunks of prompts beside them."""
 
     def __init__(
         self,
@@ -134,12 +189,13 @@ class PassGraphs:
         self._model = model
         self._rows = rows
         self._adapters = pool
+        self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
         self._max_context_len = max_context_len
-        self.sizes = graph_sizes(max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens)))
-        self._graphs: dict[tuple[int, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
+        self.shapes = graph_shapes(max_num_seqs, max_num_batched_tokens)
+        self._graphs: dict[tuple[Shape, bool], tuple[StaticBatch, Callable[[], Tensor]]] = {}
         self._embeddings = StaticEmbeddings(
-            self.sizes[-1], model.config.hidden_size, model.dtype, rows.device
+            self.max_tokens, model.config.hidden_size, model.dtype, rows.device
         )
         self._pool = torch.cuda.graph_pool_handle() if rows.device.type == "cuda" else None
         self._stream = None if self._pool is None else torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
@@ -148,11 +204,11 @@ class PassGraphs:
     def capture_all(self) -> None:
         """The largest first: the others fit into the memory that it took."""
         with tqdm(
-            total=2 * len(self.sizes), desc="Capturing CUDA graphs", unit="graph", disable=None
+            total=2 * len(self.shapes), desc="Capturing CUDA graphs", unit="graph", disable=None
         ) as bar:
-            for size in reversed(self.sizes):
+            for shape in reversed(self.shapes):
                 for with_lora in (True, False):
-                    self._capture(size, with_lora)
+                    self._capture(shape, with_lora)
                     bar.update()
 
     @torch.inference_mode()
@@ -163,21 +219,25 @@ class PassGraphs:
         """
         free = [free_memory()]
         for with_lora in (True, False):
-            self._capture(self.sizes[-1], with_lora)
+            self._capture(self.shapes[-1], with_lora)
             free.append(free_memory())
-        graphs = free[0] - free[1] + (2 * len(self.sizes) - 1) * max(free[1] - free[2], 0)
+        graphs = free[0] - free[1] + (2 * len(self.shapes) - 1) * max(free[1] - free[2], 0)
         return graphs + self._embeddings.num_bytes
 
     @property
-    def limits(self) -> ReplayLimits:
-        return ReplayLimits(self.sizes[-1], _MOST_REREAD)
+    def max_tokens(self) -> int:
+        return self.shapes[-1].num_tokens
+
+    @property
+    def short_step_tokens(self) -> int:
+        """See SchedulerConfig."""
+        return min(self.max_tokens, max(self._max_num_seqs, _SHORT_STEP_TOKENS))
 
     def take(self, arrays: StepArrays, slots: NDArray[np.int32]) -> bool:
-        """Whether there is a graph for this step, and it is worth while."""
-        return (
-            len(arrays.token_ids) <= self.sizes[-1]
-            and arrays.num_reread <= _MOST_REREAD
-            and self._adapters.tables.most_listed(np.unique(slots)) <= static_room(self._adapters)
+        """Whether there is a graph for this step."""
+        most_listed = self._adapters.tables.most_listed(np.unique(slots))
+        return self.shapes[-1].holds(Shape.of(arrays)) and most_listed <= static_room(
+            self._adapters
         )
 
     def run(
@@ -188,23 +248,24 @@ class PassGraphs:
 
         They are valid until the next call.
         """
-        count = len(slots)
-        size = next(size for size in self.sizes if size >= count)
-        static, replay = self._graphs[size, bool(slots.any())]
-        static.fill(arrays.by_token(), slots, vocabulary)
-        return replay()[:count]
+        needed = Shape.of(arrays)
+        shape = next(shape for shape in self.shapes if shape.holds(needed))
+        static, replay = self._graphs[shape, bool(slots.any())]
+        static.fill(arrays, slots, vocabulary)
+        return replay()[: len(slots)]
 
-    def _capture(self, size: int, with_lora: bool) -> None:
+    def _capture(self, shape: Shape, with_lora: bool) -> None:
         rank_rows, embeddings = None, None
         if with_lora:
-            rank_rows = StaticRankRows(self._adapters, size, min(size, self._max_loras))
+            num_adapters = min(shape.num_tokens, self._max_loras)
+            rank_rows = StaticRankRows(self._adapters, shape.num_tokens, num_adapters)
             embeddings = self._embeddings
-        static = StaticBatch(size, self._rows, self._max_context_len, rank_rows, embeddings)
+        static = StaticBatch(shape, self._rows, self._max_context_len, rank_rows, embeddings)
 
         def run() -> Tensor:
             return self._model(static.batch())  # type: ignore[no-any-return]
 
-        self._graphs[size, with_lora] = static, self._record(run)
+        self._graphs[shape, with_lora] = static, self._record(run)
 
     def _record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Something that repeats on the device what `run` launches; on the CPU, `run` itself."""

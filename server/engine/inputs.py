@@ -1,7 +1,7 @@
 """From a step to the arrays of one forward pass: a row for each running sequence, no model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +24,9 @@ class StepArrays:
     context_lens: Ints  # (S,)
 
     @property
-    def num_reread(self) -> int:
-        """Cached tokens that attention reads for chunks whose tokens each read their context."""
-        counts = np.diff(self.query_starts)
-        return int((counts * self.context_lens)[counts > 1].sum())
-
-    def by_token(self) -> "StepArrays":
-        """The same pass, each token as a sequence of one, in a context that ends with it."""
-        return replace(
-            self,
-            rows=self.token_rows,
-            query_starts=np.arange(len(self.token_ids) + 1),
-            context_lens=self.positions + 1,
-        )
+    def num_decodes(self) -> int:
+        """Of the sequences, which come first, with a single token."""
+        return int((np.diff(self.query_starts) == 1).sum())
 
 
 class SequenceRows:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lorakeet.lora.adapter import Slot
 from lorakeet.server.engine.request import Sequence
-from lorakeet.server.engine.scheduler_config import ReplayLimits, SchedulerConfig
+from lorakeet.server.engine.scheduler_config import SchedulerConfig
 from lorakeet.server.engine.step import (
     NewSequence,
     ScheduledSequence,
@@ -14,23 +14,22 @@ from lorakeet.server.engine.step import (
     Step,
 )
 
-_LEAST_SHARE = 4  # a quarter of a replayed step is for prompts, if there are any
+_LEAST_SHARE = 4  # a quarter of a short step is for prompts, if there are any
 
 
 @dataclass
 class StepPlan:
     """What has been decided so far. `budget`: tokens that the step can still take.
 
-    It is within what can be replayed, until something comes that goes beyond it anyway: then
-    `spare` more are there.
+    The step is to be a short one, until something comes for which it may be longer: then `spare`
+    more are there.
     """
 
     budget: int
     spare: int = 0
-    replayed: ReplayLimits | None = None
+    short_step_tokens: int | None = None  # see SchedulerConfig
     chunks: dict[SequenceId, ScheduledSequence] = field(default_factory=dict)
     new: list[NewSequence] = field(default_factory=list)
-    num_reread: int = 0  # see ReplayLimits
 
     def start(self, sequence: Sequence, slot: Slot) -> None:
         """The runner is to learn of a sequence; `block_ids` are from the prefix cache so far."""
@@ -50,43 +49,42 @@ class StepPlan:
 
     @staticmethod
     def of(config: SchedulerConfig) -> "StepPlan":
-        most, replayed = config.max_num_batched_tokens, config.replayed
-        budget = most if replayed is None else min(most, replayed.num_tokens)
-        return StepPlan(budget, most - budget, replayed)
+        most, short = config.max_num_batched_tokens, config.short_step_tokens
+        budget = most if short is None else min(most, short)
+        return StepPlan(budget, most - budget, short)
 
     def use_spare(self) -> None:
-        """The step will not be replayed."""
+        """The step will be a long one."""
         self.budget += self.spare
         self.spare = 0
 
-    def tokens_for(self, start: int, num_left: int) -> int:
-        """How many of a sequence's next tokens the step can take: from `start` on, `num_left` are
-        to be computed."""
-        if num_left > 1 and self.replayed is not None and self._goes_beyond(start, num_left):
+    def tokens_for(self, num_left: int) -> int:
+        """How many of a sequence's next tokens, of which `num_left` are to be computed, the step
+        can take."""
+        if num_left > 1 and self._goes_beyond(num_left):
             self.use_spare()
         return min(num_left, self.budget)
 
-    def _goes_beyond(self, start: int, num_left: int) -> bool:
-        """A prompt is too long to be replayed, those of the step reread too much together, or
-        decodes leave them too little."""
-        assert self.replayed is not None
-        most, num_tokens = self.replayed.num_tokens, min(num_left, self.budget)
-        num_reread = self.num_reread + num_tokens * (start + num_tokens)
-        is_first = self.num_reread == 0
-        is_crowded = is_first and self.budget < min(num_left, most // _LEAST_SHARE)
-        return num_left > most or num_reread > self.replayed.num_reread or is_crowded
+    def _goes_beyond(self, num_left: int) -> bool:
+        """A prompt is longer than a short step, or decodes leave the first one too little."""
+        if (most := self.short_step_tokens) is None:
+            return False
+        is_crowded = self.budget < min(num_left, most // _LEAST_SHARE)
+        return num_left > most or (is_crowded and not self._has_chunks)
+
+    @property
+    def _has_chunks(self) -> bool:
+        return any(chunk.num_tokens > 1 for chunk in self.chunks.values())
 
     def add(self, chunk: ScheduledSequence) -> None:
         self.chunks[chunk.seq_id] = chunk
         self.budget -= chunk.num_tokens
-        self.num_reread += chunk.num_reread
 
     def remove(self, seq_id: SequenceId) -> None:
         """Take back the sequence's chunk, if it has one."""
         chunk = self.chunks.pop(seq_id, None)
         if chunk is not None:
             self.budget += chunk.num_tokens
-            self.num_reread -= chunk.num_reread
 
     def to_step(
         self,

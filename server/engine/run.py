@@ -109,7 +109,7 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
             max_blend=MAX_BLEND,
             max_blend_rows=blend_rows(settings, runner.pool.num_rows),
             enable_prefix_caching=settings.enable_prefix_caching,
-            replayed=None if runner.graphs is None else runner.graphs.limits,
+            short_step_tokens=None if runner.graphs is None else runner.graphs.short_step_tokens,
         )
     )
 

@@ -318,7 +318,7 @@ class Scheduler:
     def _plan_chunk(self, plan: StepPlan, sequence: Sequence) -> None:
         """As much of the sequence as the budget allows, if there is room for it."""
         start, num_uncomputed = sequence.num_computed_tokens, sequence.num_uncomputed_tokens
-        num_tokens = plan.tokens_for(start, num_uncomputed)
+        num_tokens = plan.tokens_for(num_uncomputed)
         num_blocks = self.blocks.blocks_for(start + num_tokens) - len(sequence.block_ids)
         new_blocks: tuple[BlockId, ...] = ()
         if num_blocks > 0:

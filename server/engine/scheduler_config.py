@@ -3,15 +3,6 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class ReplayLimits:
-    """Of steps that the runner has a CUDA graph for. Others take the host longer than the device,
-    but for long prompts."""
-
-    num_tokens: int
-    num_reread: int  # over the chunks of several tokens: tokens · context at the chunk's end
-
-
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits that every step keeps."""
@@ -29,7 +20,9 @@ class SchedulerConfig:
     max_blend: int = 0  # adapters in one request's blend
     max_blend_rows: int = 0  # rank rows that they may have together
     enable_prefix_caching: bool = True
-    replayed: ReplayLimits | None = None  # None: all steps are launched in the same way
+    # Of a step without a longer prompt: where rows of many adapters lie beside one another, kernels
+    # are faster on fewer tokens, and decodes wait for them no longer. None: as many as may be.
+    short_step_tokens: int | None = None
     adapter_wait_limit: float = 1.0  # seconds until a waiting adapter displaces another
     adapter_quantum: float = 1.0  # seconds that an adapter may run before it is displaced
 

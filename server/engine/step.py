@@ -63,11 +63,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     def end(self) -> int:
         return self.start + self.num_tokens
 
-    @property
-    def num_reread(self) -> int:
-        """Cached tokens that attention reads if each of several tokens reads its context."""
-        return self.num_tokens * self.end if self.num_tokens > 1 else 0
-
 
 @dataclass(frozen=True)
 class Step:

@@ -89,24 +89,28 @@ def test_a_large_batch_that_ends_one_by_one_is_as_with_peft(
         check(model, adapters[number % 4], prompt, results[str(number)])
 
 
-@pytest.mark.parametrize("length", [30, 90, 130])
+@pytest.mark.parametrize(
+    ("length", "at_once", "max_tokens"),
+    [(30, 1, 512), (90, 1, 512), (130, 1, 512), (130, 6, 1024), (20, 6, 1024)],
+)
 def test_chunks_of_prompts_equal_eager_and_peft(
-    files: tuple[Path, list[Path | None]], length: int
+    files: tuple[Path, list[Path | None]], length: int, at_once: int, max_tokens: int
 ) -> None:
-    """Steps of up to 512 tokens, in each tiling of the kernels, the last adapter loaded midway."""
+    """In each tiling of the kernels, the last adapter loaded midway."""
     model, adapters = files
     prompts = [prompt_of(length + 11 * (number % 6), number) for number in range(8)]
     results = []
     for eager in (False, True):
-        engine = engine_of(model, adapters[:3], max_num_batched_tokens=512)
+        engine = engine_of(model, adapters[:3], max_num_batched_tokens=max_tokens)
         graphs = engine.runner.graphs
         assert graphs is not None
-        assert graphs.sizes[-1] == 512
+        assert graphs.max_tokens == max_tokens
         if eager:
             engine.runner.graphs = None
         for number in range(6):
             engine.add(str(number), prompts[number], number % 3)
-            engine.step()
+            if number % at_once == at_once - 1:
+                engine.step()
         assert adapters[3] is not None
         late = engine.load(adapters[3])
         for number in (6, 7):

@@ -88,7 +88,7 @@ def test_tile_sizes_are_free(
     assert_close(paged_attention(*case.args, 0.25, 3), exact_attention(case, 0.25, 3))
 
 
-@pytest.mark.parametrize("num_heads", [5, 100, 300, 500, 2000])
+@pytest.mark.parametrize("num_heads", [5, 12, 30, 60, 100, 300, 500, 2000])
 @pytest.mark.parametrize("window", [None, 300, 40])
 def test_long_decodes_are_split(
     num_heads: int,
@@ -149,6 +149,30 @@ def test_tiles_are_those_of_all_sequences_kv_heads(
     assert asked == [(3 * 2, 16 * dtype.itemsize)]
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_decodes_and_chunks_may_be_padded(
+    window: int | None, device: str, dtype: torch.dtype
+) -> None:
+    """As in a captured graph: the tokens of padded decodes belong to chunks, and there are chunks
+    without tokens."""
+    lengths = [(1, 40), (1, 9), (30, 30), (2, 70), (17, 50)]
+    case = paged_case(lengths, heads=6, device=device, dtype=dtype)
+    starts, contexts, tables = case.query_starts, case.context_lens, case.block_tables
+    decodes, chunks = [0, 1, 0, 0, 0, 0], [2, 3, 4, 0, 0]
+    nothing = contexts.new_zeros(4)
+    padded = replace(
+        case,
+        query_starts=torch.cat(
+            (starts[:2], starts[2:3].repeat(4), starts[2:], starts[-1:], starts[-1:])
+        ),
+        context_lens=torch.cat((contexts[:2], nothing, contexts[2:], nothing[:2])),
+        block_tables=tables[decodes + chunks],
+        num_decodes=6,
+    )
+    out = paged_attention(*padded.args, 0.25, window)
+    assert_close(out, exact_attention(case, 0.25, window))
+
+
 def test_a_decode_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> None:
     case = paged_case([(1, 40), (1, 600), (3, 9)], block_size=16, device=device, dtype=dtype)
     alone = replace(
@@ -158,7 +182,6 @@ def test_a_decode_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) 
         context_lens=case.context_lens[:1],
         block_tables=case.block_tables[:1],
         num_decodes=1,
-        max_query_len=1,
         max_context_len=40,
     )
     assert torch.equal(paged_attention(*case.args, 0.25)[:1], paged_attention(*alone.args, 0.25))

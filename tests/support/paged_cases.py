@@ -18,11 +18,10 @@ class PagedCase:
     context_lens: Tensor
     block_tables: Tensor
     num_decodes: int
-    max_query_len: int
     max_context_len: int
 
     @property
-    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
         return (
             self.q,
             self.k_cache,
@@ -31,7 +30,6 @@ class PagedCase:
             self.context_lens,
             self.block_tables,
             self.num_decodes,
-            self.max_query_len,
             self.max_context_len,
         )
 
@@ -81,6 +79,5 @@ def paged_case(
         context_lens=torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
         block_tables=tables.to(device),
         num_decodes=next((i for i, query in enumerate(new) if query != 1), len(new)),
-        max_query_len=max(new),
         max_context_len=max(context for _, context in lengths),
     )

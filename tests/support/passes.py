@@ -32,7 +32,6 @@ def plain_batch(num_tokens: int) -> ForwardBatch:
         context_lens=empty,
         block_tables=empty,
         num_decodes=0,
-        max_query_len=1,
         max_context_len=1,
     )
 
@@ -111,7 +110,6 @@ class Passes:
             context_lens=tensor(context_lens, torch.int32),
             block_tables=tensor(tables, torch.int32),
             num_decodes=sum(length == 1 for length in lengths),
-            max_query_len=max(lengths),
             max_context_len=max(context_lens),
         )
 

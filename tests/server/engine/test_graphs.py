@@ -16,7 +16,7 @@ from lorakeet.lora.adapter import AdapterId
 from lorakeet.lora.batch import StaticRankRows
 from lorakeet.server.engine import graphs
 from lorakeet.server.engine.device_batch import DeviceRows
-from lorakeet.server.engine.graphs import StaticBatch, graph_sizes
+from lorakeet.server.engine.graphs import Shape, StaticBatch, graph_shapes, graph_sizes
 from lorakeet.server.engine.inputs import StepArrays
 from lorakeet.server.engine.step import Step
 from support.adapters import make_adapter, peft_greedy
@@ -55,14 +55,14 @@ def engine_of(
     return engine
 
 
-def note_runs(engine: StepEngine) -> list[tuple[int, bool, int]]:
-    """From now on each pass on a static batch adds its size, whether LoRA is in it, its rows."""
+def note_runs(engine: StepEngine) -> list[tuple[Shape, bool, int]]:
+    """From now on each pass on a static batch adds its shape, whether LoRA is in it, its tokens."""
     graphs = engine.runner.graphs
     assert graphs is not None
-    runs: list[tuple[int, bool, int]] = []
+    runs: list[tuple[Shape, bool, int]] = []
 
-    def note(key: tuple[int, bool], static: StaticBatch, replay: Callable[[], Tensor]) -> Tensor:
-        runs.append((*key, int((static.batch().context_lens > 0).sum())))
+    def note(key: tuple[Shape, bool], static: StaticBatch, replay: Callable[[], Tensor]) -> Tensor:
+        runs.append((*key, int((static.batch().kv_slots >= 0).sum())))
         return replay()
 
     for key, (static, replay) in graphs._graphs.items():
@@ -77,6 +77,28 @@ def test_sizes() -> None:
         assert sizes[-1] == limit
         assert len(sizes) <= 27
         assert all(b - a <= max(8, b / 5) for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize(("max_seqs", "max_tokens"), [(1, 1), (20, 12), (256, 8192), (2000, 8192)])
+def test_shapes(max_seqs: int, max_tokens: int) -> None:
+    """Every step of decodes has one, and every step of up to 1,024 tokens with chunks, of which a
+    third at most is padding, from 32 tokens on; more chunks than usual go to a larger one."""
+    shapes = graph_shapes(max_seqs, max_tokens)
+    assert shapes == sorted(set(shapes))
+
+    def smallest(num_tokens: int, num_decodes: int, num_chunks: int) -> int:
+        needed = Shape(num_tokens, num_decodes, num_chunks)
+        return next(shape.num_tokens for shape in shapes if shape.holds(needed))
+
+    for size in range(1, max_seqs + 1):
+        assert smallest(size, size, 0) == next(s for s in graph_sizes(max_seqs) if s >= size)
+    for num_tokens in range(2, min(max_tokens, 1024) + 1):
+        num_decodes = min(max_seqs, num_tokens) - 1
+        taken = smallest(num_tokens, num_decodes, 1)
+        assert taken <= max(num_tokens + 16, num_tokens * 3 // 2)
+        assert smallest(num_tokens, 0, max(1, num_tokens // 8)) == taken
+    if max_tokens == 8192:
+        assert smallest(100, 0, 30) == 256  # 8 tokens a chunk
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -161,46 +183,50 @@ def test_base_steps_hold_no_lora_work(model: Path, adapters: tuple[Path, ...]) -
     engine.add("base2", prompt_of(4, 3), max_tokens=4)
     engine.add("adapter2", prompt_of(4, 4), 2, max_tokens=3)
     engine.run()
-    sizes = [(size, with_lora) for size, with_lora, _ in used]
-    with_prompt_first = [(4, True), (1, True), (1, True), (4, False), (1, False), (1, False)]
-    assert sizes == [*with_prompt_first, (8, True), (2, True), (2, True), (1, False)]
+    sizes = [(shape.num_tokens, with_lora) for shape, with_lora, _ in used]
+    with_prompt_first = [(16, True), (1, True), (1, True), (16, False), (1, False), (1, False)]
+    assert sizes == [*with_prompt_first, (16, True), (2, True), (2, True), (1, False)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2_window"])
-def test_chunks_are_replayed_unless_too_deep_in_a_prompt(
+def test_chunks_are_replayed_unless_there_are_too_many(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks of up to 12 tokens, beside decodes and alone; the second time, most of them
-    are in the prefix cache."""
-    monkeypatch.setattr(graphs, "_MOST_REREAD", 12 * 40)
+    """Prompts in chunks of up to 40 tokens, beside decodes and alone; the second time, most of them
+    are in the prefix cache. Room is for two chunks."""
+    monkeypatch.setattr(graphs, "_TOKENS_PER_CHUNK", 20)
     model = tiny_model(tmp_path / "model", kind)
     adapters = tuple(make_adapter(tmp_path / name, model, seed=ord(name)) for name in "ab")
-    plain = engine_of(model, adapters, graphs=False, max_num_batched_tokens=12)
-    padded = engine_of(model, adapters, graphs=True, max_num_batched_tokens=12)
+    plain = engine_of(model, adapters, graphs=False, max_num_batched_tokens=40)
+    padded = engine_of(model, adapters, graphs=True, max_num_batched_tokens=40)
     used, eager = note_runs(padded), list[int]()
     run_model = padded.runner._run_model
 
     def note_eager(arrays: StepArrays, *args: Any) -> Tensor:
-        eager.append(arrays.num_reread)
+        eager.append(len(arrays.rows) - arrays.num_decodes)
         return run_model(arrays, *args)
 
     monkeypatch.setattr(padded.runner, "_run_model", note_eager)
+    lengths = (30, 90, 7, 3, 4, 60)
     for engine in (plain, padded):
         for turn in range(2):
-            for number, length in enumerate((30, 60, 7)):
-                engine.add(f"{turn}-{number}", prompt_of(length, number), number, max_tokens=4)
-                engine.step()
+            for number, length in enumerate(lengths):
+                name = f"{turn}-{number}"
+                engine.add(name, prompt_of(length, number), number % 3, max_tokens=4)
+                if number not in (2, 3):  # these come together
+                    engine.step()
             engine.run()
-    assert max(count for _, _, count in used) == 12
+    assert max(count for _, _, count in used) == 40
+    assert {shape.num_chunks for shape, _, _ in used} == {0, 1, 2}
     assert eager
-    assert all(num_reread > 12 * 40 for num_reread in eager)
-    for number, length in enumerate((30, 60, 7)):
-        path = adapters[number - 1] if number else None
+    assert min(eager) == 3
+    for number, length in enumerate(lengths):
+        path = adapters[number % 3 - 1] if number % 3 else None
         expected = peft_greedy(model, path, prompt_of(length, number), 4)
         for turn in range(2):
             assert plain.results[f"{turn}-{number}"].token_ids == expected
             assert padded.results[f"{turn}-{number}"].token_ids == expected
-        assert padded.results[f"1-{number}"].cached_tokens
+    assert padded.results["1-1"].cached_tokens
 
 
 def test_a_step_with_more_rows_than_static_batches_hold_is_not_replayed(
@@ -221,34 +247,11 @@ def test_a_step_with_more_rows_than_static_batches_hold_is_not_replayed(
         assert engine.results[f"{room}"].token_ids == expected
 
 
-def test_each_token_of_a_pass_as_a_sequence() -> None:
-    """Two chunks and a decode: 3 tokens from position 4 on, one at 9, 2 from the start."""
-    rows, counts = np.array([5, 2, 7]), np.array([3, 1, 2])
-    positions = np.array([4, 5, 6, 9, 0, 1])
-    ids = np.arange(6)
-    arrays = StepArrays(
-        rows=rows,
-        token_rows=rows.repeat(counts),
-        token_ids=ids,
-        positions=positions,
-        kv_slots=ids + 20,
-        query_starts=np.array([0, 3, 4, 6]),
-        context_lens=np.array([7, 10, 2]),
-    )
-    assert arrays.num_reread == 3 * 7 + 2 * 2
-    tokens = arrays.by_token()
-    assert tokens.rows.tolist() == [5, 5, 5, 2, 7, 7]
-    assert tokens.context_lens.tolist() == [5, 6, 7, 10, 1, 2]
-    assert tokens.query_starts.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert tokens.token_ids is ids
-    assert tokens.num_reread == 0
-
-
 def test_padding_rows_leave_no_trace() -> None:
     """Stale values of a larger step are gone: token, place, context, adapter."""
     rows = DeviceRows(4, 3, torch.device("cpu"))
     pool = filled_pool({slot: random_adapter(same_rank(slot), slot) for slot in (1, 2, 3)})
-    static = StaticBatch(4, rows, 12, StaticRankRows(pool, 4, 3), None)
+    static = StaticBatch(Shape(4, 4, 0), rows, 12, StaticRankRows(pool, 4, 3), None)
 
     def step(count: int) -> StepArrays:
         ones = np.ones(count, np.int64)
@@ -262,11 +265,32 @@ def test_padding_rows_leave_no_trace() -> None:
     assert batch.token_ids.tolist() == [5, 0, 0, 0]
     assert batch.kv_slots.tolist() == [6, -1, -1, -1]
     assert batch.context_lens.tolist() == [9, 0, 0, 0]
-    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert (batch.num_decodes, batch.max_context_len) == (4, 12)
     assert batch.lora is not None
     assert batch.lora.slots.tolist() == [2, 0, 0, 0]
-    assert StaticBatch(4, rows, 12, None, None).batch().lora is None
+    assert StaticBatch(Shape(4, 4, 0), rows, 12, None, None).batch().lora is None
+
+
+def test_decodes_and_chunks_are_padded_each() -> None:
+    rows = DeviceRows(4, 3, torch.device("cpu"))
+    rows.block_tables.copy_(torch.arange(12).view(4, 3))
+    static = StaticBatch(Shape(8, 3, 3), rows, 12, None, None)
+    arrays = StepArrays(
+        rows=np.array([2, 1, 3]),
+        token_rows=np.array([2, 1, 1, 1, 3, 3]),
+        token_ids=np.arange(10, 16),
+        positions=np.array([4, 0, 1, 2, 7, 8]),
+        kv_slots=np.arange(20, 26),
+        query_starts=np.array([0, 1, 4, 6]),
+        context_lens=np.array([5, 3, 9]),
+    )
+    static.fill(arrays, np.zeros(6, np.int32), None)
+    batch = static.batch()
+    assert batch.num_decodes == 3
+    assert batch.token_ids.tolist() == [10, 11, 12, 13, 14, 15, 0, 0]
+    assert batch.context_lens.tolist() == [5, 0, 0, 3, 9, 0]
+    assert batch.query_starts.tolist() == [0, 1, 1, 1, 4, 6, 6]
+    assert batch.block_tables[[0, 3, 4], 0].tolist() == [6, 3, 9]
 
 
 def test_a_graph_step_is_one_with_a_single_token_for_each(model: Path) -> None:

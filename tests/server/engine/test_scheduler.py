@@ -16,7 +16,7 @@ from lorakeet.lora.slots import PoolError, Room
 from lorakeet.server.engine.adapter_book import UnknownAdapterError
 from lorakeet.server.engine.messages import AddRequest, SamplingParams
 from lorakeet.server.engine.plan import StepPlan
-from lorakeet.server.engine.scheduler_config import ReplayLimits, SchedulerConfig
+from lorakeet.server.engine.scheduler_config import SchedulerConfig
 from lorakeet.server.engine.step import ScheduledSequence, SequenceId, Step
 from support.toy_engine import EOS, VOCAB, ToyEngine, solo
 
@@ -594,13 +594,13 @@ def test_scores_survive_a_preemption() -> None:
     assert engine.scheduler.stats().num_preemptions > 0
 
 
-# --- steps that are replayed ---
+# --- short steps ---
 
-REPLAYED = replace(CONFIG, replayed=ReplayLimits(num_tokens=6, num_reread=40))
+SHORT = replace(CONFIG, short_step_tokens=6)
 
 
-def test_short_prompts_fill_steps_that_can_be_replayed() -> None:
-    engine, _ = engine_with(config=REPLAYED)
+def test_short_prompts_fill_short_steps() -> None:
+    engine, _ = engine_with(config=SHORT)
     for number, length in enumerate((4, 5, 3)):
         engine.add(f"r{number}", sound_prompt(0, length), sampling=LONG)
     assert tokens_of(engine.step()) == [4, 2]
@@ -610,38 +610,18 @@ def test_short_prompts_fill_steps_that_can_be_replayed() -> None:
 
 
 def test_a_long_prompt_takes_all_that_a_step_may_have() -> None:
-    """Also of a step that has begun with short ones, as does one that is deep in its context."""
-    engine, _ = engine_with(config=REPLAYED)
+    """Also of a step that has begun with short ones."""
+    engine, _ = engine_with(config=SHORT)
     for number, length in enumerate((4, 30)):
         engine.add(f"r{number}", sound_prompt(0, length), sampling=LONG)
     assert tokens_of(engine.step()) == [4, 12]
     assert tokens_of(engine.step()) == [1, 15]
     assert tokens_of(engine.step()) == [1, 3]
     finish(engine)
-    prompt = sound_prompt(0, 15)
-    engine.add("first", prompt, sampling=LONG)
-    finish(engine)
-    engine.add("deep", prompt, sampling=LONG)  # 12 of its tokens are in the prefix cache
-    engine.add("short", prompt_of(6, seed=2000), sampling=LONG)
-    assert tokens_of(engine.step()) == [3, 6]
-    finish(engine)
 
 
-def test_prompts_that_reread_too_much_together_take_all_that_a_step_may_have() -> None:
-    """Each of them alone could be replayed."""
-    engine, _ = engine_with(config=REPLAYED)
-    prompts = [prompt_of(14, seed=1000 + number) for number in range(4)]
-    for number, prompt in enumerate(prompts):
-        engine.add(f"first{number}", prompt, sampling=SamplingParams(max_tokens=1))
-    finish(engine)
-    for number, prompt in enumerate(prompts):  # 12 of its tokens are in the prefix cache
-        engine.add(f"again{number}", prompt, sampling=SamplingParams(max_tokens=1))
-    assert tokens_of(engine.step()) == [2, 2, 2, 2]
-    finish(engine)
-
-
-def test_decodes_leave_prompts_a_share_of_what_is_replayed_or_it_is_not() -> None:
-    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=8, num_reread=1000))
+def test_decodes_leave_prompts_a_share_of_a_short_step_or_it_is_longer() -> None:
+    config = replace(CONFIG, short_step_tokens=8)
     for num_decodes, expected in ((6, 2), (7, 6)):
         engine, _ = engine_with(config=config)
         for number in range(num_decodes):
@@ -652,20 +632,8 @@ def test_decodes_leave_prompts_a_share_of_what_is_replayed_or_it_is_not() -> Non
         finish(engine)
 
 
-def test_decodes_are_replayed_however_deep_they_are() -> None:
-    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=6, num_reread=30))
-    engine, _ = engine_with(config=config)
-    engine.add("deep", sound_prompt(0, 40), sampling=LONG)
-    while engine.step().sequences[0].num_tokens > 1:
-        pass
-    for number in range(3):
-        engine.add(f"r{number}", prompt_of(3, seed=1000 + number), sampling=LONG)
-    assert tokens_of(engine.step()) == [1, 3, 2]
-    finish(engine)
-
-
-def test_an_adapter_with_a_vocabulary_is_replayed_as_others_are() -> None:
-    config = replace(REPLAYED, vocabulary_bytes=10)
+def test_an_adapter_with_a_vocabulary_has_short_steps_as_others_have() -> None:
+    config = replace(SHORT, vocabulary_bytes=10)
     for vocabulary_bytes in (0, 5):
         engine, _ = engine_with(config=config)
         adapter_id = engine.add_adapter(3, vocabulary_bytes=vocabulary_bytes)
@@ -677,8 +645,8 @@ def test_an_adapter_with_a_vocabulary_is_replayed_as_others_are() -> None:
         finish(engine)
 
 
-def test_what_is_replayed_is_no_more_than_a_step_may_have() -> None:
-    config = replace(REPLAYED, replayed=ReplayLimits(num_tokens=100, num_reread=1000))
+def test_a_short_step_has_no_more_than_a_step_may_have() -> None:
+    config = replace(CONFIG, short_step_tokens=100)
     engine, _ = engine_with(config=config)
     engine.add("r", sound_prompt(0, 20), sampling=LONG)
     assert tokens_of(engine.step()) == [16]
@@ -813,7 +781,7 @@ class Workload:
             max_blend=max_blend,
             max_blend_rows=min(num_rows, 2 * max_rank),
             enable_prefix_caching=generator.random() < 0.8,
-            replayed=generator.choice([None, ReplayLimits(4, 30), ReplayLimits(12, 200)]),
+            short_step_tokens=generator.choice([None, 4, 12]),
             adapter_wait_limit=generator.choice([0.0, 5.0, 30.0]),
             adapter_quantum=generator.choice([1.0, 5.0, 20.0]),
         )
