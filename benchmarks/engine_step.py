@@ -171,7 +171,6 @@ class Engine:
 
     def step_ms(self, point: Point, way: Way, repeats: int) -> tuple[float, float]:
         """Milliseconds of a step, and of these the host's wait."""
-        self._depth, self.runner.graphs = way.depth, self.graphs if way.has_graphs else None
         lengths = short, long = self.scale.short, self.scale.long
         self.generate(point, way, short)  # loads adapters, compiles kernels
         times = [[self.generate(point, way, n) for n in lengths] for _ in range(repeats)]
@@ -181,7 +180,6 @@ class Engine:
 
     def first_token_ms(self, length: int, point: Point, way: Way) -> float:
         """Milliseconds until prompts of this length have their first tokens."""
-        self._depth, self.runner.graphs = way.depth, self.graphs if way.has_graphs else None
         times = [self.generate(point, way, 1, length)[0] for _ in range(3 + self.scale.repeats)]
         return float(1e3 * np.median(times[3:]))
 
@@ -191,6 +189,7 @@ class Engine:
         """Seconds until all rows have so many tokens, and of these the host's wait. Prompts, of
         `prompt` tokens or the scale's, are never the same twice, so that none is in the prefix
         cache."""
+        self._depth, self.runner.graphs = way.depth, self.graphs if way.has_graphs else None
         params = replace(way.sampling, max_tokens=num_tokens, ignore_eos=True)
         vocab_size = self.runner.config.vocab_size
         prompts = self._random.integers(3, vocab_size, (point.size, prompt or self.scale.prompt))

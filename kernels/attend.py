@@ -47,9 +47,11 @@ def attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    if seen_by_all is not None:  # without masks, which cost about as much as the softmax
-        whole = first + tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
-        for start in range(first, whole, BLOCK_N):
+    whole = first  # keys before it need no masks, which cost about as much as the softmax
+    if seen_by_all is not None:
+        whole += tl.maximum(seen_by_all - first, 0) // BLOCK_N * BLOCK_N
+    for masked in tl.static_range(seen_by_all is None, 2):
+        for start in range(whole if masked else first, end if masked else whole, BLOCK_N):
             total, weight, highest = _attend_keys(
                 query,
                 last_keys,
@@ -63,7 +65,7 @@ def attend(  # type: ignore[no-untyped-def]
                 kv_head,
                 table,
                 scale,
-                False,
+                masked,
                 WINDOW,
                 BLOCK_SIZE,
                 KV_HEADS,
@@ -71,29 +73,6 @@ def attend(  # type: ignore[no-untyped-def]
                 BLOCK_N,
                 BLOCK_D,
             )
-        first = whole
-    for start in range(first, end, BLOCK_N):
-        total, weight, highest = _attend_keys(
-            query,
-            last_keys,
-            start,
-            end,
-            total,
-            weight,
-            highest,
-            k_cache,
-            v_cache,
-            kv_head,
-            table,
-            scale,
-            True,
-            WINDOW,
-            BLOCK_SIZE,
-            KV_HEADS,
-            HEAD_DIM,
-            BLOCK_N,
-            BLOCK_D,
-        )
     return total, weight, highest
 
 

@@ -31,7 +31,6 @@ from lorakeet.server.engine.inputs import Ints, StepArrays
 _NO_KV_SLOT = -1  # nothing is written for a padding row
 _NUM_PASS_ARRAYS = 6
 _CHUNK_TOKENS = 1024  # with chunks; larger steps keep the device busy for longer than the host
-_SHORT_STEP_TOKENS = 512
 _TOKENS_PER_CHUNK = 8  # a step of many shorter ones goes to a larger graph
 _CHUNK_STEP = 16  # fewer sizes than for decodes alone: multiples of it
 
@@ -189,7 +188,6 @@ class PassGraphs:
         self._model = model
         self._rows = rows
         self._adapters = pool
-        self._max_num_seqs = max_num_seqs
         self._max_loras = max_loras
         self._max_context_len = max_context_len
         self.shapes = graph_shapes(max_num_seqs, max_num_batched_tokens)
@@ -227,11 +225,6 @@ class PassGraphs:
     @property
     def max_tokens(self) -> int:
         return self.shapes[-1].num_tokens
-
-    @property
-    def short_step_tokens(self) -> int:
-        """See SchedulerConfig."""
-        return min(self.max_tokens, max(self._max_num_seqs, _SHORT_STEP_TOKENS))
 
     def take(self, arrays: StepArrays, slots: NDArray[np.int32]) -> bool:
         """Whether there is a graph for this step."""

@@ -19,7 +19,7 @@ from lorakeet.server.engine.memory import blend_rows
 from lorakeet.server.engine.messages import MAX_BLEND, EngineDead, EngineInfo, Event
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.scheduler import Scheduler
-from lorakeet.server.engine.scheduler_config import SchedulerConfig
+from lorakeet.server.engine.scheduler_config import SHORT_STEP_TOKENS, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ def _make_runner(settings: Settings, model_folder: Path, followers: Followers | 
 
 def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
     """A scheduler of what the runner has room for."""
+    on_gpu = runner.device.type == "cuda"
     return Scheduler(
         SchedulerConfig(
             num_blocks=runner.cache.num_blocks,
@@ -109,7 +110,7 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
             max_blend=MAX_BLEND,
             max_blend_rows=blend_rows(settings, runner.pool.num_rows),
             enable_prefix_caching=settings.enable_prefix_caching,
-            short_step_tokens=None if runner.graphs is None else runner.graphs.short_step_tokens,
+            short_step_tokens=max(settings.max_num_seqs, SHORT_STEP_TOKENS) if on_gpu else None,
         )
     )
 
