@@ -211,18 +211,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     Tokens tied at a filter's border are all kept. Log-probabilities are those of the logits as they
     came.
     """
-    raw = logits.float()
-    edited = edit_logits(raw, batch)
+    edited = edit_logits(logits, batch)
     best, token_ids = edited.max(dim=1)  # NaN wins
-    failed = ~best.isfinite()
+    failed = best - best != 0  # not finite, in two kernels instead of five
     if batch.temperatures is not None and batch.uniforms is not None:
-        scaled = (edited - best[:, None]).div_(batch.temperatures)
+        scaled = edited.float().sub(best[:, None]).div_(batch.temperatures)
         weights = filter_weights(scaled.masked_fill_(failed[:, None], 0.0), batch)
         drawn = _draw(weights, batch.uniforms)
         token_ids = drawn if batch.greedy is None else torch.where(batch.greedy, token_ids, drawn)
     if batch.num_logprobs is None:
         return SamplerOutput(token_ids, failed)
-    return SamplerOutput(token_ids, failed, *score(raw, token_ids, batch.num_logprobs))
+    return SamplerOutput(token_ids, failed, *score(logits, token_ids, batch.num_logprobs))
 
 
 def score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -240,11 +239,12 @@ def score(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, Tensor
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """`logits` (L, vocab) float32 with penalties, biases and bans: a copy, if any row has some."""
+    """`logits` (L, vocab) with penalties, biases and bans: in float32, if any row has some."""
     if batch.penalties is not None:
-        logits = batch.penalties.apply(logits)
+        logits = batch.penalties.apply(logits.float())
     if (edits := batch.offsets) is not None:
-        logits = logits.index_put((edits.rows, edits.ids), edits.values, accumulate=True)
+        places = edits.rows, edits.ids
+        logits = logits.float().index_put(places, edits.values, accumulate=True)
     return logits
 
 

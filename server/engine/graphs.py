@@ -29,7 +29,6 @@ from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pa
 from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
-_NUM_PASS_ARRAYS = 6
 _CHUNK_TOKENS = 1024  # with chunks; larger steps keep the device busy for longer than the host
 _TOKENS_PER_CHUNK = 8  # a step of many shorter ones goes to a larger graph
 _CHUNK_STEP = 16  # fewer sizes than for decodes alone: multiples of it
@@ -123,7 +122,7 @@ class StaticBatch:
     def batch(self) -> LoRAForwardBatch:
         """The pass; what this launches belongs into the graph."""
         narrow = self._packed.views(self._values)
-        wide = [values.long() for values in narrow[:_NUM_PASS_ARRAYS]]
+        wide = self._packed.views(self._values.long())
         batch = make_batch(
             wide,
             narrow,
@@ -143,16 +142,7 @@ class StaticBatch:
             _pad(positions, size),
             _pad(kv_slots, size, _NO_KV_SLOT),
             self._by_sequence(rows, num_decodes),
-            np.concatenate(
-                [
-                    np.minimum(np.arange(self._shape.num_decodes), num_decodes),
-                    _pad(
-                        query_starts[num_decodes:],
-                        self._shape.num_chunks + 1,
-                        int(query_starts[-1]),
-                    ),
-                ]
-            ),
+            self._starts(query_starts, num_decodes),
             self._by_sequence(context_lens, num_decodes),
         ]
         if self._rank_rows is not None:

@@ -1,7 +1,7 @@
 """The sampler against float64 oracles, Hugging Face's logits processors, and other batches."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -391,6 +391,27 @@ def test_score_against_float64(dtype: torch.dtype, scale: float) -> None:
     assert torch.allclose(logprobs.double(), want.gather(1, targets[:, None])[:, 0], rtol=1e-6)
     assert torch.allclose(top.double(), want.gather(1, top_ids), rtol=1e-6, atol=1e-6)
     assert torch.allclose(top.double(), want.topk(3, dim=1).values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "row",
+    [
+        SamplingRow(temperature=0.0),
+        SamplingRow(temperature=0.0, frequency_penalty=0.001, output_ids=range(VOCAB)),
+        SamplingRow(temperature=0.0, logit_bias={3: 0.001, 7: 0.002}),
+        SamplingRow(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, num_logprobs=3),
+        SamplingRow(temperature=1.3, repetition_penalty=1.01, prompt_ids=range(VOCAB)),
+    ],
+)
+def test_logits_of_16_bits_are_sampled_as_in_float32(dtype: torch.dtype, row: SamplingRow) -> None:
+    """Ties too, and edits that 16 bits would round away."""
+    logits = random_logits(40).to(dtype)
+    logits[:, 7] = logits[:, 3]
+    rows = [replace(row, seed=seed) for seed in range(len(logits))]
+    out = sample(logits, build(rows, VOCAB))
+    want = sample(logits.float(), build(rows, VOCAB))
+    torch.testing.assert_close(asdict(out), asdict(want), rtol=0, atol=0)
 
 
 def test_score_without_alternatives() -> None:
