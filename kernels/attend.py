@@ -38,7 +38,7 @@ def attend(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
 ):
     """Keys [first, end) for queries (M, D) that see keys up to `last_keys` (M,). `seen_by_all`: all
-    queries see all keys before it; None: not worth a loop of its own.
+    queries see all keys before it, so these need no masks; None: all are masked.
 
     Returns the weighted sum of the values (M, D), the sum of the weights (M,) and the highest
     score (M,), to which the weights are relative. `scale`, above 0, holds log2(e): powers of two

@@ -32,8 +32,9 @@ def paged_attention(
     head_dim) of q's dtype; softmax and sums are float32.
 
     The launches depend on shapes and on the host's numbers alone, so a captured graph serves every
-    batch up to its limits: padding are decodes with context 0, which get zeros, also if their token
-    belongs to one of the other sequences, and of these some without queries.
+    batch up to its limits. Padding may be: decodes with context 0, which get zeros, unless a
+    sequence after them owns their token; sequences after the decodes without queries; tokens past
+    the last of `query_starts`, whose results are never written, and may be anything, NaN too.
     Raises ValueError for a sliding window below 1.
     """
     if sliding_window is not None and sliding_window < 1:

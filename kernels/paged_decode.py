@@ -2,7 +2,8 @@
 """Attention of sequences with one new token: keys in splits side by side, then a merge.
 
 (Flash-Decoding.) A context of one split needs no merge. How a context is split depends on its own
-length and on the number of decodes, not on what the others are.
+length and on the number of decodes (in a captured graph: that it has room for), not on what the
+others are.
 """
 
 import torch

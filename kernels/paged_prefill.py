@@ -15,8 +15,12 @@ KEYS = 64  # keys taken at a time
 def _find_tile(  # type: ignore[no-untyped-def]
     tile, query_starts, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The sequence that a tile belongs to, and its first row there. A sequence has a tile more than
-    lie between the places, in whole tiles, where its rows begin and end."""
+    """The sequence that a tile belongs to, and its first row there.
+
+    With rows counted through all sequences, the tiles of sequence i begin at number
+    `its first row // BLOCK_M + i`: each has at least as many as it needs. One too many begins past
+    the sequence's last row.
+    """
     origin = tl.load(query_starts)
     low, high = 0, num_sequences - 1
     while low < high:  # the last sequence whose first tile is not past this one
@@ -26,6 +30,18 @@ def _find_tile(  # type: ignore[no-untyped-def]
         high = tl.where(begins, high, middle - 1)
     start = tl.load(query_starts + low)
     return low, (tile - (start - origin) * GROUP // BLOCK_M - low) * BLOCK_M
+
+
+@triton.jit
+def _is_padding(  # type: ignore[no-untyped-def]
+    tile, query_starts, num_sequences, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Whether a tile belongs to one of the sequences without queries at the end: most tiles of a
+    captured graph, which a search for each would keep busy."""
+    end = tl.load(query_starts + num_sequences)
+    sequence = tile - (end - tl.load(query_starts)) * GROUP // BLOCK_M  # if it is one of them
+    sequence = tl.minimum(tl.maximum(sequence, 0), num_sequences)
+    return tl.load(query_starts + sequence) == end
 
 
 # sizes that change from step to step must not compile anew
@@ -57,6 +73,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     query_starts += first_sequence
+    if _is_padding(tile, query_starts, num_sequences, GROUP, BLOCK_M):
+        return
     sequence, first_row = _find_tile(tile, query_starts, num_sequences, GROUP, BLOCK_M)
     query_start = tl.load(query_starts + sequence)
     num_queries = tl.load(query_starts + sequence + 1) - query_start
@@ -76,7 +94,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
     first, seen_by_all = 0, offset + first_row // GROUP + 1
     if WINDOW > 0:
-        first, seen_by_all = tl.maximum(seen_by_all - WINDOW, 0), 0
+        first, seen_by_all = tl.maximum(seen_by_all - WINDOW, 0), None
     total, weight, _ = attend(
         query,
         offset + index,

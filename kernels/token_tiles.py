@@ -15,10 +15,9 @@ import triton.language as tl
 from lorakeet.kernels.delta import Delta
 from lorakeet.kernels.lora_tiles import precision
 from lorakeet.kernels.rank_rows import RankRows
-from lorakeet.kernels.sizes import cdiv
+from lorakeet.kernels.sizes import FEW_TOKENS, cdiv
 
 ROWS = 32  # rank rows of a tile
-_FEW_TOKENS = 512  # in a pass, as in decode, where each may have another adapter
 _PROGRAMS = 512  # what fills a GPU
 _MOST_BLOCKS = 16
 
@@ -41,7 +40,7 @@ def cut(num_tokens: int, num_rows: int, width: int) -> TokenTiles:
     With few tokens, in small tiles: a large one would work through the rows of many adapters, one
     after the other, while most of a GPU has nothing to do.
     """
-    tokens, row_programs = (16, 4) if num_tokens <= _FEW_TOKENS else (64, 1)
+    tokens, row_programs = (16, 4) if num_tokens <= FEW_TOKENS else (64, 1)
     num_tiles, span = cdiv(num_tokens, tokens), cdiv(width, ROWS) + 1
     # slots come in order, so tiles share rows with their neighbours alone
     num_pairs = cdiv(num_rows, ROWS) + span * num_tiles
@@ -54,7 +53,7 @@ def cut_of(rank_rows: RankRows) -> TokenTiles:
 
 def most_pairs(num_tokens: int, num_rows: int, width: int) -> int:
     """Of any pass with up to so many tokens, whose list has room for up to so many rows."""
-    few = min(num_tokens, _FEW_TOKENS)  # in small tiles, which may be more
+    few = min(num_tokens, FEW_TOKENS)  # in small tiles, which may be more
     return max(cut(tokens, num_rows, width).num_pairs for tokens in (few, num_tokens))
 
 

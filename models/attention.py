@@ -91,11 +91,7 @@ class TorchAttention:
         """Made at the first layer with this window, used by all that follow."""
         plan = self._plans.get(window)
         if plan is None:
-            sequences = [
-                i
-                for i in range(self._batch.num_decodes, len(self._context_lens))
-                if self._query_starts[i] < self._query_starts[i + 1]  # others are padding
-            ]
+            sequences = range(self._batch.num_decodes, len(self._context_lens))
             plan = (
                 self._plan_decodes(window, cache, q),
                 [self._plan_prefill(i, window, cache.block_size, q.dtype) for i in sequences],

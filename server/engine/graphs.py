@@ -29,9 +29,11 @@ from lorakeet.server.engine.device_batch import DeviceRows, make_batch, pack, pa
 from lorakeet.server.engine.inputs import Ints, StepArrays
 
 _NO_KV_SLOT = -1  # nothing is written for a padding row
-_CHUNK_TOKENS = 1024  # with chunks; larger steps keep the device busy for longer than the host
-_TOKENS_PER_CHUNK = 8  # a step of many shorter ones goes to a larger graph
+# With chunks. Larger steps with adapters keep an H200 busy for longer than the host takes to launch
+# them, of a model of 8 billion parameters: see docs/performance.md.
+_CHUNK_TOKENS = 1024
 _CHUNK_STEP = 16  # fewer sizes than for decodes alone: multiples of it
+_NUM_TRIED = 3  # shapes whose graphs tell what each takes
 
 
 @dataclass(frozen=True, order=True)
@@ -42,27 +44,23 @@ class Shape:
     num_decodes: int
     num_chunks: int  # sequences of several tokens
 
-    @staticmethod
-    def of(arrays: StepArrays) -> "Shape":
-        num_decodes = arrays.num_decodes
-        return Shape(len(arrays.token_ids), num_decodes, len(arrays.rows) - num_decodes)
-
-    def holds(self, other: "Shape") -> bool:
-        return (
-            other.num_tokens <= self.num_tokens
-            and other.num_decodes <= self.num_decodes
-            and other.num_chunks <= self.num_chunks
-        )
+    def holds(self, num_tokens: int, has_chunks: bool) -> bool:
+        return num_tokens <= self.num_tokens and has_chunks <= (self.num_chunks > 0)
 
 
 def graph_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
-    """Those to capture, the smallest first."""
-    decodes = [Shape(size, size, 0) for size in graph_sizes(max_num_seqs)]
-    most = max(max_num_seqs, min(_CHUNK_TOKENS, max_num_batched_tokens))
+    """Those to capture, the smallest first.
+
+    Each has room for all that a step of so many tokens can have: decodes, or decodes and chunks,
+    which have two tokens and more.
+    """
+    most_decodes = min(max_num_seqs, max_num_batched_tokens)
+    decodes = [Shape(size, size, 0) for size in graph_sizes(most_decodes)]
+    most = min(max_num_batched_tokens, max(max_num_seqs, _CHUNK_TOKENS))
     chunks = [
-        Shape(size, min(size, max_num_seqs), cdiv(size, _TOKENS_PER_CHUNK))
+        Shape(size, min(size, max_num_seqs), min(size // 2, max_num_seqs))
         for size in graph_sizes(most)
-        if size % _CHUNK_STEP == 0 or size == most
+        if size > 1 and (size % _CHUNK_STEP == 0 or size == most)
     ]
     return sorted(decodes + chunks)
 
@@ -201,27 +199,28 @@ class PassGraphs:
 
     @torch.inference_mode()
     def estimate_memory(self, free_memory: Callable[[], int]) -> int:
-        """Bytes that `capture_all` will take, from the two largest graphs, which are captured here.
+        """Bytes that `capture_all` will take, from the largest graphs, which are captured here.
 
-        They share the memory for activations, so the second shows what each graph takes for itself.
+        All share the memory for activations, which the first takes; the others show what each takes
+        for itself.
         """
         free = [free_memory()]
-        for with_lora in (True, False):
-            self._capture(self.shapes[-1], with_lora)
-            free.append(free_memory())
-        graphs = free[0] - free[1] + (2 * len(self.shapes) - 1) * max(free[1] - free[2], 0)
-        return graphs + self._embeddings.num_bytes
+        for shape in reversed(self.shapes[-_NUM_TRIED:]):
+            for with_lora in (True, False):
+                self._capture(shape, with_lora)
+                free.append(free_memory())
+        num_left, num_tried = 2 * len(self.shapes) - 1, len(free) - 2
+        others = cdiv(max(free[1] - free[-1], 0) * num_left, num_tried)
+        return free[0] - free[1] + others + self._embeddings.num_bytes
 
     @property
     def max_tokens(self) -> int:
         return self.shapes[-1].num_tokens
 
-    def take(self, arrays: StepArrays, slots: NDArray[np.int32]) -> bool:
-        """Whether there is a graph for this step."""
+    def take(self, slots: NDArray[np.int32]) -> bool:
+        """Whether there is a graph for a step of tokens with these slots, (T,)."""
         most_listed = self._adapters.tables.most_listed(np.unique(slots))
-        return self.shapes[-1].holds(Shape.of(arrays)) and most_listed <= static_room(
-            self._adapters
-        )
+        return len(slots) <= self.max_tokens and most_listed <= static_room(self._adapters)
 
     def run(
         self, arrays: StepArrays, slots: NDArray[np.int32], vocabulary: VocabularyBatch | None
@@ -231,8 +230,8 @@ class PassGraphs:
 
         They are valid until the next call.
         """
-        needed = Shape.of(arrays)
-        shape = next(shape for shape in self.shapes if shape.holds(needed))
+        has_chunks = arrays.num_decodes < len(arrays.rows)
+        shape = next(shape for shape in self.shapes if shape.holds(len(slots), has_chunks))
         static, replay = self._graphs[shape, bool(slots.any())]
         static.fill(arrays, slots, vocabulary)
         return replay()[: len(slots)]

@@ -25,7 +25,7 @@ class StepArrays:
 
     @property
     def num_decodes(self) -> int:
-        """Of the sequences, which come first, with a single token."""
+        """Sequences with a single token; they come first."""
         return int((np.diff(self.query_starts) == 1).sum())
 
 
@@ -122,6 +122,8 @@ class SequenceRows:
             if sequence.new_block_ids:
                 self.add_blocks(row, sequence.new_block_ids)
 
+        singles = counts == 1
+        assert (singles[:-1] >= singles[1:]).all(), "decodes come before chunks"
         query_starts = np.concatenate([[0], np.cumsum(counts)])
         context_lens = starts + counts
         token_rows = np.repeat(rows, counts)

@@ -171,8 +171,13 @@ def kv_memory(settings: Settings, device: torch.device, worst_pass: Callable[[],
     working = torch.cuda.max_memory_allocated(device) - before
     # what is not torch's (the context, libraries, loaded kernels) may have grown in the pass
     free = min(free, free_memory(device))
-    logger.info("a pass needs up to %d MiB beside weights and caches", working // MiB)
-    return int(total * settings.gpu_memory_utilization) - (total - free) - working
+    used, allowed = total - free, int(total * settings.gpu_memory_utilization)
+    logger.info(
+        "of the GPU's %d MiB gpu_memory_utilization allows %d; %d are in use, other programs' too,"
+        " and a pass needs up to %d more",
+        *(part // MiB for part in (total, allowed, used, working)),
+    )
+    return allowed - used - working
 
 
 def worst_vocabulary(model: LlamaForCausalLM) -> Vocabulary:

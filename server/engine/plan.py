@@ -50,19 +50,16 @@ class StepPlan:
     @staticmethod
     def of(config: SchedulerConfig) -> "StepPlan":
         most, short = config.max_num_batched_tokens, config.short_step_tokens
-        budget = most if short is None else min(most, short)
-        return StepPlan(budget, most - budget, short)
-
-    def use_spare(self) -> None:
-        """The step will be a long one."""
-        self.budget += self.spare
-        self.spare = 0
+        if short is None:
+            return StepPlan(most)
+        short = max(short, config.max_num_seqs)  # all decodes are in every step
+        return StepPlan(min(most, short), max(most - short, 0), short)
 
     def tokens_for(self, num_left: int) -> int:
         """How many of a sequence's next tokens, of which `num_left` are to be computed, the step
         can take."""
-        if num_left > 1 and self._goes_beyond(num_left):
-            self.use_spare()
+        if self._goes_beyond(num_left):
+            self.budget, self.spare = self.budget + self.spare, 0
         return min(num_left, self.budget)
 
     def _goes_beyond(self, num_left: int) -> bool:

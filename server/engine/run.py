@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lorakeet.configs.settings import Settings, SettingsError
+from lorakeet.kernels.sizes import FEW_TOKENS
 from lorakeet.lora.pool import bytes_per_row
 from lorakeet.models.config import UnsupportedModelError, load_config
 from lorakeet.models.process_group import ProcessGroupError, join
@@ -19,7 +20,7 @@ from lorakeet.server.engine.memory import blend_rows
 from lorakeet.server.engine.messages import MAX_BLEND, EngineDead, EngineInfo, Event
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.scheduler import Scheduler
-from lorakeet.server.engine.scheduler_config import SHORT_STEP_TOKENS, SchedulerConfig
+from lorakeet.server.engine.scheduler_config import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def make_scheduler(settings: Settings, runner: Runner) -> Scheduler:
             max_blend=MAX_BLEND,
             max_blend_rows=blend_rows(settings, runner.pool.num_rows),
             enable_prefix_caching=settings.enable_prefix_caching,
-            short_step_tokens=max(settings.max_num_seqs, SHORT_STEP_TOKENS) if on_gpu else None,
+            short_step_tokens=FEW_TOKENS if on_gpu else None,
         )
     )
 

@@ -115,8 +115,7 @@ class Runner:
         self.vocabulary_bytes = self._least(
             memory.vocabulary_bytes(settings, self.config, self.dtype, self.device)
         )
-        most_tokens = max(settings.max_num_batched_tokens, settings.max_num_seqs)  # the graphs' too
-        backend = make_backend(self.pool, most_tokens, settings.max_loras)
+        backend = make_backend(self.pool, settings.max_num_batched_tokens, settings.max_loras)
         wrap_model(self.model, self.pool, backend)
         self._loads = SlotLoads(self.pool, self.host_store)
         self._logits_batch = empty_batch(self.device)
@@ -223,7 +222,7 @@ class Runner:
         """Hidden states of the pass: (T, hidden_size)."""
         slots = self.rows.slots_at(arrays.token_rows, arrays.positions)
         vocabulary = self.pool.vocabularies.for_embedding(slots)
-        if self.graphs is not None and self.graphs.take(arrays, slots):
+        if self.graphs is not None and self.graphs.take(slots):
             return self.graphs.run(arrays, slots, vocabulary)
         lora = build_lora_batch(slots, self.pool, body_groups(self.pool))
         return self._run_model(arrays, lora, vocabulary)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-SHORT_STEP_TOKENS = 512
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -22,8 +20,7 @@ class SchedulerConfig:
     max_blend: int = 0  # adapters in one request's blend
     max_blend_rows: int = 0  # rank rows that they may have together
     enable_prefix_caching: bool = True
-    # Of a step without a longer prompt: decodes wait for it, and past it LoRA's kernels take tiles
-    # that are for few adapters. None: as many as may be.
+    # Unless a prompt is longer: decodes wait for the whole step. None: as many as may be.
     short_step_tokens: int | None = None
     adapter_wait_limit: float = 1.0  # seconds until a waiting adapter displaces another
     adapter_quantum: float = 1.0  # seconds that an adapter may run before it is displaced

@@ -10,7 +10,7 @@ import torch
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
-from support.engines import StepEngine, prompt_of
+from support.engines import StepEngine, note_runs, prompt_of
 from support.models import tiny_model
 from support.parity import check
 
@@ -22,7 +22,7 @@ MAX_SEQS = 20
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path | None]]:
     folder = tmp_path_factory.mktemp("graphs")
-    model = tiny_model(folder / "model", hidden_size=128)
+    model = tiny_model(folder / "model", hidden_size=128, max_position_embeddings=1024)
     ends = ["embed_tokens", "lm_head", "o_proj", "gate_proj"]
     return model, [
         None,
@@ -91,12 +91,13 @@ def test_a_large_batch_that_ends_one_by_one_is_as_with_peft(
 
 @pytest.mark.parametrize(
     ("length", "at_once", "max_tokens"),
-    [(30, 1, 512), (90, 1, 512), (130, 1, 512), (130, 6, 1024), (20, 6, 1024)],
+    [(30, 1, 512), (90, 1, 512), (130, 1, 512), (20, 6, 1024), (600, 2, 1024)],
 )
 def test_chunks_of_prompts_equal_eager_and_peft(
     files: tuple[Path, list[Path | None]], length: int, at_once: int, max_tokens: int
 ) -> None:
-    """In each tiling of the kernels, the last adapter loaded midway."""
+    """In each tiling of the kernels, the last adapter loaded midway. Only for a prompt of more than
+    512 tokens has a step so many."""
     model, adapters = files
     prompts = [prompt_of(length + 11 * (number % 6), number) for number in range(8)]
     results = []
@@ -105,6 +106,7 @@ def test_chunks_of_prompts_equal_eager_and_peft(
         graphs = engine.runner.graphs
         assert graphs is not None
         assert graphs.max_tokens == max_tokens
+        used = note_runs(engine)
         if eager:
             engine.runner.graphs = None
         for number in range(6):
@@ -116,6 +118,9 @@ def test_chunks_of_prompts_equal_eager_and_peft(
         for number in (6, 7):
             engine.add(str(number), prompts[number], late)
         results.append(engine.run())
+        if not eager:
+            most = max(count for shape, _, count in used if shape.num_chunks)
+            assert (most > 512) == (length > 512)
     for name, result in results[1].items():
         assert results[0][name].token_ids == result.token_ids
     for number in range(8):

@@ -29,7 +29,7 @@ SLICES = {"linear": (24,), "qkv": (21, 9, 9), "gate_up": (19, 19)}
 @pytest.fixture(params=[512, 0], ids=["small-tiles", "large-tiles"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of passes with few tokens and with many."""
-    monkeypatch.setattr(token_tiles, "_FEW_TOKENS", request.param)
+    monkeypatch.setattr(token_tiles, "FEW_TOKENS", request.param)
 
 
 def linear(case: LoRACase) -> Tensor:

@@ -77,15 +77,32 @@ def test_block_sizes(
     assert_close(paged_attention(*case.args, 0.3), exact_attention(case, 0.3, None))
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("rows", "keys"), [(128, 16), (16, 128)])
 def test_tile_sizes_are_free(
-    rows: int, keys: int, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    keys: int,
+    window: int | None,
+    device: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a window, rows far down a tile of queries see nothing of the first tile of keys."""
     monkeypatch.setattr(paged_prefill, "ROWS", rows)
     monkeypatch.setattr(paged_prefill, "KEYS", keys)
     case = paged_case([(140, 150)], heads=1, kv_heads=1, device=device, dtype=dtype)
-    assert_close(paged_attention(*case.args, 0.25, 3), exact_attention(case, 0.25, 3))
+    assert_close(paged_attention(*case.args, 0.25, window), exact_attention(case, 0.25, window))
+
+
+def test_tiles_of_chunks_are_counted_from_the_first_chunk_on(
+    device: str, dtype: torch.dtype
+) -> None:
+    """The decodes before it would fill whole tiles."""
+    decodes = [(1, 5 + number % 7) for number in range(70)]
+    case = paged_case(
+        [*decodes, (9, 20), (2, 2), (40, 90)], heads=7, kv_heads=1, device=device, dtype=dtype
+    )
+    assert_close(paged_attention(*case.args, 0.25), exact_attention(case, 0.25, None))
 
 
 @pytest.mark.parametrize("num_heads", [5, 12, 30, 60, 100, 300, 500, 2000])
@@ -150,26 +167,26 @@ def test_tiles_are_those_of_all_sequences_kv_heads(
 
 
 @pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("num_spare", [0, 1, 30])
 def test_decodes_and_chunks_may_be_padded(
-    window: int | None, device: str, dtype: torch.dtype
+    num_spare: int, window: int | None, device: str, dtype: torch.dtype
 ) -> None:
-    """As in a captured graph: the tokens of padded decodes belong to chunks, and there are chunks
-    without tokens."""
+    """As in a captured graph: the tokens of padded decodes belong to chunks, there are chunks
+    without tokens, one of them before others, and tokens that are nobody's."""
     lengths = [(1, 40), (1, 9), (30, 30), (2, 70), (17, 50)]
     case = paged_case(lengths, heads=6, device=device, dtype=dtype)
-    starts, contexts, tables = case.query_starts, case.context_lens, case.block_tables
-    decodes, chunks = [0, 1, 0, 0, 0, 0], [2, 3, 4, 0, 0]
-    nothing = contexts.new_zeros(4)
+    starts = [0, 1, 2, 2, 2, 2, 2, 32, 32, 34, 51, *[51] * num_spare]
+    contexts = [40, 9, 0, 0, 0, 0, 30, 0, 70, 50, *[0] * num_spare]
+    sequences = [0, 1, 0, 0, 0, 0, 2, 0, 3, 4, *[0] * num_spare]
     padded = replace(
         case,
-        query_starts=torch.cat(
-            (starts[:2], starts[2:3].repeat(4), starts[2:], starts[-1:], starts[-1:])
-        ),
-        context_lens=torch.cat((contexts[:2], nothing, contexts[2:], nothing[:2])),
-        block_tables=tables[decodes + chunks],
+        q=torch.cat((case.q, torch.full_like(case.q[:20], torch.nan))),
+        query_starts=case.query_starts.new_tensor(starts),
+        context_lens=case.context_lens.new_tensor(contexts),
+        block_tables=case.block_tables[sequences],
         num_decodes=6,
     )
-    out = paged_attention(*padded.args, 0.25, window)
+    out = paged_attention(*padded.args, 0.25, window)[: len(case.q)]
     assert_close(out, exact_attention(case, 0.25, window))
 
 
@@ -200,15 +217,14 @@ def variant(kernel: Any, args: Sequence[object], constants: dict[str, object]) -
     return *constants.items(), *integers.items()
 
 
-def test_contexts_of_any_length_share_their_compiled_kernels(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a step compiles, all others wait for: of one number of decodes, each kernel once."""
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[object]]:
+    """The variants that each kernel is compiled in from now on."""
     launched: dict[str, set[object]] = {}
 
     class Recorded:
-        def __init__(self, name: str) -> None:
-            self._kernel, self._seen = getattr(paged_decode, name), launched.setdefault(name, set())
+        def __init__(self, module: object, name: str) -> None:
+            self._kernel, self._seen = getattr(module, name), launched.setdefault(name, set())
 
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
             def launch(*args: Any, **constants: Any) -> None:
@@ -217,17 +233,35 @@ def test_contexts_of_any_length_share_their_compiled_kernels(
 
             return launch
 
-    for name in ("_decode_kernel", "_combine_kernel"):
-        monkeypatch.setattr(paged_decode, name, Recorded(name))
+    for module, name in (
+        (paged_decode, "_decode_kernel"),
+        (paged_decode, "_combine_kernel"),
+        (paged_prefill, "_prefill_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Recorded(module, name))
+    return launched
+
+
+def test_contexts_of_any_length_share_their_compiled_kernels(
+    device: str, dtype: torch.dtype, compiled: dict[str, set[object]]
+) -> None:
+    """What a step compiles, all others wait for: of one number of decodes, each kernel once."""
     for context in (1, 40, 70, 200, 240, 500, 2000):  # 240: its row of blocks is 16 long
         case = paged_case(
             [(1, 9), (1, context)], block_size=16, heads=2, kv_heads=1, device=device, dtype=dtype
         )
         assert_close(paged_attention(*case.args, 0.25), exact_attention(case, 0.25, None))
-    assert {name: len(seen) for name, seen in launched.items()} == {
-        "_decode_kernel": 1,
-        "_combine_kernel": 1,
-    }
+    assert len(compiled["_decode_kernel"]) == len(compiled["_combine_kernel"]) == 1
+
+
+def test_any_number_of_chunks_shares_one_compiled_kernel(
+    device: str, dtype: torch.dtype, compiled: dict[str, set[object]]
+) -> None:
+    for num_chunks, num_decodes in ((1, 0), (2, 1), (16, 2), (17, 16)):
+        lengths = [(1, 9)] * num_decodes + [(2, 300)] * num_chunks
+        case = paged_case(lengths, heads=2, kv_heads=1, block_size=16, device=device, dtype=dtype)
+        assert_close(paged_attention(*case.args, 0.25), exact_attention(case, 0.25, None))
+    assert len(compiled["_prefill_kernel"]) == 1
 
 
 @pytest.mark.parametrize("scale", [1e-3, 100.0])

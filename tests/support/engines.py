@@ -5,15 +5,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lorakeet.configs.settings import Settings
 from lorakeet.lora.adapter import AdapterId
 from lorakeet.server.engine.client import Engine
+from lorakeet.server.engine.graphs import Shape, StaticBatch
 from lorakeet.server.engine.loop import COPY_POLL
 from lorakeet.server.engine.messages import (
     AddRequest,
@@ -145,3 +148,18 @@ async def report(engine: Engine) -> None:
         event = asyncio.Event()
         engine.on_stats(lambda _, event=event: event.set())  # type: ignore[misc]
         await event.wait()
+
+
+def note_runs(engine: StepEngine) -> list[tuple[Shape, bool, int]]:
+    """From now on each pass on a static batch adds its shape, whether LoRA is in it, its tokens."""
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    runs: list[tuple[Shape, bool, int]] = []
+
+    def note(key: tuple[Shape, bool], static: StaticBatch, replay: Callable[[], Tensor]) -> Tensor:
+        runs.append((*key, int((static.batch().kv_slots >= 0).sum())))
+        return replay()
+
+    for key, (static, replay) in graphs._graphs.items():
+        graphs._graphs[key] = static, partial(note, key, static, replay)
+    return runs

@@ -1,8 +1,6 @@
 """Steps on padded static batches: what CUDA graphs capture, run eagerly on the CPU (B07)."""
 
 import random
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from lorakeet.server.engine import graphs
 from lorakeet.server.engine.device_batch import DeviceRows
 from lorakeet.server.engine.graphs import Shape, StaticBatch, graph_shapes, graph_sizes
 from lorakeet.server.engine.inputs import StepArrays
-from lorakeet.server.engine.step import Step
+from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter, peft_greedy
-from support.engines import StepEngine, overflowing_adapter, prompt_of
+from support.engines import StepEngine, note_runs, overflowing_adapter, prompt_of
 from support.models import tiny_model
 from support.pools import filled_pool, random_adapter, same_rank
 
@@ -55,21 +53,6 @@ def engine_of(
     return engine
 
 
-def note_runs(engine: StepEngine) -> list[tuple[Shape, bool, int]]:
-    """From now on each pass on a static batch adds its shape, whether LoRA is in it, its tokens."""
-    graphs = engine.runner.graphs
-    assert graphs is not None
-    runs: list[tuple[Shape, bool, int]] = []
-
-    def note(key: tuple[Shape, bool], static: StaticBatch, replay: Callable[[], Tensor]) -> Tensor:
-        runs.append((*key, int((static.batch().kv_slots >= 0).sum())))
-        return replay()
-
-    for key, (static, replay) in graphs._graphs.items():
-        graphs._graphs[key] = static, partial(note, key, static, replay)
-    return runs
-
-
 def test_sizes() -> None:
     for limit in range(1, 600):
         sizes = graph_sizes(limit)
@@ -79,26 +62,25 @@ def test_sizes() -> None:
         assert all(b - a <= max(8, b / 5) for a, b in pairwise(sizes))
 
 
-@pytest.mark.parametrize(("max_seqs", "max_tokens"), [(1, 1), (20, 12), (256, 8192), (2000, 8192)])
+@pytest.mark.parametrize(
+    ("max_seqs", "max_tokens"), [(1, 1), (1, 64), (20, 12), (300, 100), (256, 8192), (2000, 8192)]
+)
 def test_shapes(max_seqs: int, max_tokens: int) -> None:
     """Every step of decodes has one, and every step of up to 1,024 tokens with chunks, of which a
-    third at most is padding, from 32 tokens on; more chunks than usual go to a larger one."""
+    third at most is padding, from 32 tokens on: with room for all that it can hold."""
     shapes = graph_shapes(max_seqs, max_tokens)
     assert shapes == sorted(set(shapes))
-
-    def smallest(num_tokens: int, num_decodes: int, num_chunks: int) -> int:
-        needed = Shape(num_tokens, num_decodes, num_chunks)
-        return next(shape.num_tokens for shape in shapes if shape.holds(needed))
-
-    for size in range(1, max_seqs + 1):
-        assert smallest(size, size, 0) == next(s for s in graph_sizes(max_seqs) if s >= size)
+    assert shapes[-1].num_tokens <= max_tokens
+    most_decodes = min(max_seqs, max_tokens)
+    for size in range(1, most_decodes + 1):
+        shape = next(shape for shape in shapes if shape.holds(size, has_chunks=False))
+        assert shape.num_decodes == next(s for s in graph_sizes(most_decodes) if s >= size)
+        assert shape == Shape(shape.num_decodes, shape.num_decodes, 0)
     for num_tokens in range(2, min(max_tokens, 1024) + 1):
-        num_decodes = min(max_seqs, num_tokens) - 1
-        taken = smallest(num_tokens, num_decodes, 1)
-        assert taken <= max(num_tokens + 16, num_tokens * 3 // 2)
-        assert smallest(num_tokens, 0, max(1, num_tokens // 8)) == taken
-    if max_tokens == 8192:
-        assert smallest(100, 0, 30) == 256  # 8 tokens a chunk
+        shape = next(shape for shape in shapes if shape.holds(num_tokens, has_chunks=True))
+        assert shape.num_tokens <= max(num_tokens + 16, num_tokens * 3 // 2)
+        assert shape.num_decodes >= min(num_tokens - 2, max_seqs - 1)
+        assert shape.num_chunks >= min(num_tokens // 2, max_seqs)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -189,12 +171,12 @@ def test_base_steps_hold_no_lora_work(model: Path, adapters: tuple[Path, ...]) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2_window"])
-def test_chunks_are_replayed_unless_there_are_too_many(
+def test_chunks_are_replayed_unless_they_are_too_large(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks of up to 40 tokens, beside decodes and alone; the second time, most of them
-    are in the prefix cache. Room is for two chunks."""
-    monkeypatch.setattr(graphs, "_TOKENS_PER_CHUNK", 20)
+    are in the prefix cache. Steps of up to 30 tokens are replayed."""
+    monkeypatch.setattr(graphs, "_CHUNK_TOKENS", 30)
     model = tiny_model(tmp_path / "model", kind)
     adapters = tuple(make_adapter(tmp_path / name, model, seed=ord(name)) for name in "ab")
     plain = engine_of(model, adapters, graphs=False, max_num_batched_tokens=40)
@@ -203,7 +185,7 @@ def test_chunks_are_replayed_unless_there_are_too_many(
     run_model = padded.runner._run_model
 
     def note_eager(arrays: StepArrays, *args: Any) -> Tensor:
-        eager.append(len(arrays.rows) - arrays.num_decodes)
+        eager.append(len(arrays.token_ids))
         return run_model(arrays, *args)
 
     monkeypatch.setattr(padded.runner, "_run_model", note_eager)
@@ -216,10 +198,11 @@ def test_chunks_are_replayed_unless_there_are_too_many(
                 if number not in (2, 3):  # these come together
                     engine.step()
             engine.run()
-    assert max(count for _, _, count in used) == 40
-    assert {shape.num_chunks for shape, _, _ in used} == {0, 1, 2}
-    assert eager
-    assert min(eager) == 3
+    with_chunks = {count for shape, _, count in used if shape.num_chunks}
+    assert len(with_chunks) >= 5
+    assert max(with_chunks) == 30
+    assert min(eager) > 30
+    assert max(eager) == 40
     for number, length in enumerate(lengths):
         path = adapters[number % 3 - 1] if number % 3 else None
         expected = peft_greedy(model, path, prompt_of(length, number), 4)
@@ -258,13 +241,14 @@ def test_padding_rows_leave_no_trace() -> None:
         return StepArrays(ones, ones, 5 * ones, ones, 6 * ones, np.arange(count + 1), 9 * ones)
 
     static.fill(step(4), np.array([3, 1, 3, 2], np.int32), None)
-    address = static.batch().positions.data_ptr(), static.batch().context_lens.data_ptr()
+    address = static.batch().context_lens.data_ptr()
     static.fill(step(1), np.array([2], np.int32), None)
     batch = static.batch()
-    assert batch.context_lens.data_ptr() == address[1]
+    assert batch.context_lens.data_ptr() == address
     assert batch.token_ids.tolist() == [5, 0, 0, 0]
     assert batch.kv_slots.tolist() == [6, -1, -1, -1]
     assert batch.context_lens.tolist() == [9, 0, 0, 0]
+    assert batch.query_starts.tolist() == [0, 1, 1, 1, 1]
     assert (batch.num_decodes, batch.max_context_len) == (4, 12)
     assert batch.lora is not None
     assert batch.lora.slots.tolist() == [2, 0, 0, 0]
@@ -293,10 +277,10 @@ def test_decodes_and_chunks_are_padded_each() -> None:
     assert batch.block_tables[[0, 3, 4], 0].tolist() == [6, 3, 9]
 
 
-def test_a_graph_step_is_one_with_a_single_token_for_each(model: Path) -> None:
-    engine = StepEngine(model, max_num_seqs=4)
-    engine.runner.capture_graphs()
-    engine.runner.launch(Step())()
-    assert engine.runner.graphs is not None
+def test_an_empty_step_replays_nothing(model: Path) -> None:
+    engine = engine_of(model, (), graphs=True)
+    used = note_runs(engine)
+    assert engine.runner.launch(Step())() == StepResult()
+    assert not used
     engine.add("r", prompt_of(9, 3))
     assert engine.run()["r"].token_ids == peft_greedy(model, None, prompt_of(9, 3), 8)

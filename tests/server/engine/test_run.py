@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lorakeet.kernels.sizes import FEW_TOKENS
 from lorakeet.lora.row_writer import RowWriter
 from lorakeet.server.engine.inline import QueueInbox
 from lorakeet.server.engine.messages import (
@@ -18,12 +20,12 @@ from lorakeet.server.engine.messages import (
     LoadAdapter,
     SamplingParams,
 )
-from lorakeet.server.engine.run import run_engine
+from lorakeet.server.engine.run import make_scheduler, run_engine
 from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 from support.adapters import make_adapter
 from support.copies import CopyThreads
-from support.engines import cpu_settings
+from support.engines import StepEngine, cpu_settings
 from support.models import tiny_model
 from support.servers import wait_until
 
@@ -75,3 +77,11 @@ def test_an_engine_that_dies_waits_for_no_copy(
         assert events[-1] == EngineDead("RuntimeError: the device is on fire")
         assert [write.done() for write in writes] == [False]
     writes[0].result(30)
+
+
+def test_steps_are_short_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = StepEngine(tiny_model(tmp_path / "model"))
+    assert engine.scheduler.config.short_step_tokens is None
+    monkeypatch.setattr(engine.runner, "device", torch.device("cuda"))
+    scheduler = make_scheduler(engine.settings, engine.runner)
+    assert scheduler.config.short_step_tokens == FEW_TOKENS

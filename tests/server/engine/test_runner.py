@@ -341,7 +341,9 @@ def test_arrays_say_what_a_plain_loop_says(data: st.DataObject) -> None:
             ScheduledSequence(seq_id, start, count, tuple(table[cached:]), samples=end == total)
         )
         expected.append((tokens, table, start, end, index))
-    arrays = rows.arrays(scheduled)
+    decodes_first = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_tokens > 1)
+    expected = [expected[i] for i in decodes_first]
+    arrays = rows.arrays([scheduled[i] for i in decodes_first])
     flat = [
         (tokens[p], p, table[p // block_size] * block_size + p % block_size, slot)
         for tokens, table, start, end, slot in expected

@@ -596,7 +596,7 @@ def test_scores_survive_a_preemption() -> None:
 
 # --- short steps ---
 
-SHORT = replace(CONFIG, short_step_tokens=6)
+SHORT = replace(CONFIG, max_num_seqs=6, short_step_tokens=6)
 
 
 def test_short_prompts_fill_short_steps() -> None:
@@ -630,6 +630,26 @@ def test_decodes_leave_prompts_a_share_of_a_short_step_or_it_is_longer() -> None
         engine.add("prompt", prompt_of(6, seed=2000), sampling=LONG)
         assert tokens_of(engine.step()) == [1] * num_decodes + [expected]
         finish(engine)
+
+
+def test_only_the_first_prompt_makes_a_step_longer_for_its_share() -> None:
+    engine, _ = engine_with(config=replace(CONFIG, short_step_tokens=8))
+    for number in range(5):
+        engine.add(f"r{number}", sound_prompt(0, 1), sampling=LONG)
+    engine.step()
+    for length in (2, 6):
+        engine.add(f"prompt{length}", prompt_of(length, seed=2000 + length), sampling=LONG)
+    assert tokens_of(engine.step()) == [1] * 5 + [1, 2]
+    finish(engine)
+
+
+def test_all_decodes_are_in_a_short_step() -> None:
+    engine, _ = engine_with(config=replace(CONFIG, short_step_tokens=3))
+    for number in range(8):
+        engine.add(f"r{number}", sound_prompt(0, 1), sampling=LONG)
+    for _ in range(5):
+        assert tokens_of(engine.step()) == [1] * 8
+    finish(engine)
 
 
 def test_an_adapter_with_a_vocabulary_has_short_steps_as_others_have() -> None:
