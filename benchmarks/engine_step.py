@@ -48,6 +48,7 @@ from lorakeet.server.engine.runner import Runner
 from lorakeet.server.engine.step import Step, StepResult
 
 MAX_RANK = 64
+WARM_UPS = 3  # prompts of a length before those that count
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -101,7 +102,7 @@ FULL = Scale(
     prompts=(32, 128, 256, 512, 768, 1024, 2048),
     short=64,
     long=320,
-    repeats=3,
+    repeats=2,
     max_model_len=4096,
     device="cuda",
 )
@@ -180,8 +181,9 @@ class Engine:
 
     def first_token_ms(self, length: int, point: Point, way: Way) -> float:
         """Milliseconds until prompts of this length have their first tokens."""
-        times = [self.generate(point, way, 1, length)[0] for _ in range(3 + self.scale.repeats)]
-        return float(1e3 * np.median(times[3:]))
+        repeats = WARM_UPS + self.scale.repeats
+        times = [self.generate(point, way, 1, length)[0] for _ in range(repeats)]
+        return float(1e3 * np.median(times[WARM_UPS:]))
 
     def generate(
         self, point: Point, way: Way, num_tokens: int, prompt: int | None = None
