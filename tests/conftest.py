@@ -11,6 +11,12 @@ if not torch.cuda.is_available():
 
 from support.copies import CopyThreads
 
+if num_workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # They share the cores, and threads of torch spin while they wait for one another.
+    share = max(1, (os.cpu_count() or 1) // int(num_workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))  # of processes that a test starts
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
