@@ -199,19 +199,21 @@ class PassGraphs:
 
     @torch.inference_mode()
     def estimate_memory(self, free_memory: Callable[[], int]) -> int:
-        """Bytes that `capture_all` will take, from the largest graphs, which are captured here.
+        """Bytes that `capture_all` will take, from the graphs of the largest shapes, which are
+        captured here.
 
-        All share the memory for activations, which the first takes; the others show what each takes
-        for itself.
+        All share the memory for activations, which the first takes; the others show what those of a
+        shape take for themselves.
         """
         free = [free_memory()]
         for shape in reversed(self.shapes[-_NUM_TRIED:]):
-            for with_lora in (True, False):
-                self._capture(shape, with_lora)
-                free.append(free_memory())
-        num_left, num_tried = 2 * len(self.shapes) - 1, len(free) - 2
-        others = cdiv(max(free[1] - free[-1], 0) * num_left, num_tried)
-        return free[0] - free[1] + others + self._embeddings.num_bytes
+            self._capture(shape, with_lora=True)
+            self._capture(shape, with_lora=False)
+            free.append(free_memory())
+        first, others = free[0] - free[1], free[1] - free[-1]
+        num_others = max(1, len(free) - 2)
+        total = first + cdiv(max(others, 0) * (len(self.shapes) - 1), num_others)
+        return total + self._embeddings.num_bytes
 
     @property
     def max_tokens(self) -> int:

@@ -83,6 +83,27 @@ def test_shapes(max_seqs: int, max_tokens: int) -> None:
         assert shape.num_chunks >= min(num_tokens // 2, max_seqs)
 
 
+@pytest.mark.parametrize("max_seqs", [1, 2, MAX_SEQS])
+def test_memory_is_estimated_from_a_few_graphs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, max_seqs: int
+) -> None:
+    """Graphs with LoRA take more than those without; the first takes what all share."""
+    engine = StepEngine(model, max_num_seqs=max_seqs, max_num_batched_tokens=max_seqs)
+    capture, taken = graphs.PassGraphs._capture, [0]
+
+    def counted(self: graphs.PassGraphs, shape: Shape, with_lora: bool) -> None:
+        taken[0] += 7 if with_lora else 4
+        taken[0] += 0 if self._graphs else 1000
+        capture(self, shape, with_lora)
+
+    monkeypatch.setattr(graphs.PassGraphs, "_capture", counted)
+    estimate = engine.runner._make_graphs(64).estimate_memory(lambda: 10**6 - taken[0])
+    taken[0] = 0
+    engine.runner.capture_graphs()
+    assert engine.runner.graphs is not None
+    assert estimate == taken[0] + engine.runner.graphs._embeddings.num_bytes
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_batch_size_equals_the_plain_pass(
     model: Path, adapters: tuple[Path, ...], depth: int
