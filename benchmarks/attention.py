@@ -44,8 +44,8 @@ from lorakeet.models.config import parse_config
 
 MAX_ERROR = 0.02  # of our result: both round to bf16
 CASES = (
-    *(f"decode {size} x 320" for size in (1, 32, 64, 128, 256)),
-    *(f"decode {size} x {context}" for context in (2000, 8000) for size in (1, 16, 64)),
+    *(f"decode {size} x 320" for size in (1, 2, 4, 8, 32, 64, 128, 256)),
+    *(f"decode {size} x {context}" for context in (2000, 8000) for size in (1, 4, 16, 64)),
     "prefill 8 x 256", "prefill 1 x 2048", "prefill 1 x 8192",
 )  # fmt: skip
 SMOKE_CASES = ("decode 3 x 40", "prefill 2 x 50")

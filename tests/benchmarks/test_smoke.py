@@ -88,6 +88,9 @@ def test_engine_step_measures_other_ways_beside_the_served_one(tmp_path: Path) -
     file = tmp_path / "found.json"
     options = ["--points", "1:0", "--modes", "1", "--sampling", "penalties", "--json", str(file)]
     assert last_line("engine_step.py", "--smoke", *options).startswith("worst peer/step, at 1:0: ")
-    rows = json.loads(file.read_text())["points"]
+    found = json.loads(file.read_text())
+    prompts = [(prompt["length"], prompt["has_adapter"]) for prompt in found["prompts"]]
+    assert prompts == [(5, False), (5, True), (40, False), (40, True)]
+    rows = found["points"]
     assert [row["way"] for row in rows] == ["served", "1", "penalties"]
     assert [row["peer_ms"] for row in rows] == [4.75, None, None]
