@@ -2,12 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # it must know before anything imports it
+    if find_spec("triton"):
+        from support.interpreter import quicken
+
+        quicken()
 
 from support.copies import CopyThreads
 

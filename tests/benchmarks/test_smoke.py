@@ -12,12 +12,13 @@ import pytest
 from lorakeet.models.process_group import listen
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERPRETER = ROOT / "tests/support/interpreter.py"
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, f"benchmarks/{command[0]}", *command[1:]],
+        [sys.executable, INTERPRETER, f"benchmarks/{command[0]}", *command[1:]],
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,

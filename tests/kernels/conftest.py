@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lorakeet.kernels import lora_linear
-
 TARGETS = [
     pytest.param(("cpu", torch.float32), id="cpu"),
     pytest.param(("cuda", torch.float32), id="cuda-float32", marks=pytest.mark.gpu),
@@ -40,10 +38,3 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after another: those without work cost most of its time."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(lora_linear, "_SHRINK_PROGRAMS", 10)

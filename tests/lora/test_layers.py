@@ -330,7 +330,6 @@ def test_the_way_that_cuda_takes_equals_the_torch_backends(
     decode of every sequence."""
     from lorakeet.kernels import lora_linear
 
-    monkeypatch.setattr(lora_linear, "_SHRINK_PROGRAMS", 10)  # most of them would have no work
     random, names = Random(5), list(as_on_cuda.slots)
     tokens = {name: [random.randrange(VOCAB_SIZE) for _ in range(length)] for name in names}
     assert (len(names) * length > lora_linear.MAX_TOKENS) == (length == 12)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lorakeet.kernels import all_reduce_norm
 from lorakeet.kernels.mailbox import Mailbox
 from lorakeet.models.norm import RMSNorm
+from support.interpreter import quicken
 from support.passes import epilogues
 from support.ranks import CountingGroup
 
@@ -84,6 +85,7 @@ def make_calls(
 ) -> None:
     """What a rank does: all calls, without a pause but those at random. To `results`/RANK.pt: what
     they gave, and the collectives that they took. `last_call`: of those before, an int32."""
+    quicken()
     faulthandler.dump_traceback_later(100, exit=True)  # who waits in vain does so for ever
     _delay(Random(group.rank))
     group = replace(group, mailbox=Mailbox(group.rank, boxes))
