@@ -94,7 +94,7 @@ def read_adapter(
         vectors = work_out_vectors(found, base_weights)
         adapter = pack(found, vectors, specs, dtype, digest, workers, device)
     adapter = with_vocabulary(adapter, vocabulary)
-    adapter = _with_invocation(adapter, config.alora_invocation_tokens)
+    adapter = _with_invocation(adapter, config.alora_invocation_tokens, whole)
     on_stage("check", time.monotonic() - read)
     return adapter
 
@@ -110,12 +110,18 @@ def _hashed_meanwhile(found: PeftTensors, workers: Executor) -> Iterator[Callabl
             each.cancel()
 
 
-def _with_invocation(adapter: Adapter, tokens: tuple[int, ...]) -> Adapter:
-    """An aLoRA. Raises AdapterError for what PEFT does not know as one."""
+def _with_invocation(
+    adapter: Adapter, tokens: tuple[int, ...], specs: Sequence[GroupSpec]
+) -> Adapter:
+    """An aLoRA. Raises AdapterError for what PEFT does not know as one, and for tokens that the
+    model does not have."""
     if not tokens:
         return adapter
     if "embed_tokens" in adapter.modules or adapter.vocabulary is not None:
         raise AdapterError("an aLoRA (alora_invocation_tokens) cannot change the embedding")
+    vocab_size = next(spec.input_size for spec in specs if spec.name == "embed_tokens")
+    if max(tokens) >= vocab_size:
+        raise AdapterError(f"alora_invocation_tokens: the model has no token {max(tokens)}")
     digest = hashlib.sha256(f"{adapter.digest} {tokens}".encode()).hexdigest()
     return replace(adapter, digest=digest, invocation=tokens)
 

@@ -99,12 +99,13 @@ class Server:
             raise UnavailableError(_PHASE_MESSAGES[phase], code=phase)
 
     @contextlib.contextmanager
-    def reserve(self, num_choices: int) -> Iterator[None]:
-        """Places for a request's choices. Raises OverloadedError when the queue is full."""
+    def reserve(self, num_choices: int, param: str) -> Iterator[None]:
+        """Places for a request's choices, which the field `param` asks for. Raises OverloadedError
+        when the queue is full, BadRequestError when it never has so many."""
         limit = self.settings.max_num_seqs + self.settings.max_queue
         if num_choices > limit:
             message = f"The request asks for {num_choices} choices; at most {limit} are possible"
-            raise BadRequestError(message, param="n")
+            raise BadRequestError(message, param=param)
         if self._reserved + num_choices > limit:
             raise OverloadedError("Too many requests are waiting: try again later")
         self._reserved += num_choices

@@ -93,10 +93,10 @@ class VersionReader:
             if wanted.profile not in (None, own.digest) and await in_thread(wanted.path.is_dir):
                 raise TextConfigError(_PROFILE_CHANGED)  # else the engine says that it is missing
             loaded = await self._contents.acquire(number, use, wanted.digest)
-        except AdapterNotFoundError as error:
-            raise NotFoundError(str(error), param=param, code="adapter_not_found") from None
         except (AdapterError, TextConfigError) as error:
             message = f"The adapter {name!r} cannot be loaded: {error}"
+            if isinstance(error, AdapterNotFoundError):
+                raise NotFoundError(message, param=param, code="adapter_not_found") from None
             raise BadRequestError(message, param=param, code="invalid_adapter") from None
         self._metrics.adapter_loaded(name, loaded.seconds)
         return Version(

@@ -51,6 +51,7 @@ async def chat_completions(request: Request) -> Response:
     plan = Plan(
         selection=await select(server.registry, body),
         num_choices=body.n or 1,
+        choices_param="n",
         stream=bool(body.stream),
         include_usage=body.include_usage,
         prepare=prepare,

@@ -41,6 +41,7 @@ async def completions(request: Request) -> Response:
     plan = Plan(
         selection=await select(server.registry, body),
         num_choices=(body.n or 1) * len(prompts),
+        choices_param="n" if (body.n or 1) > 1 else "prompt",
         stream=bool(body.stream),
         include_usage=body.include_usage,
         prepare=prepare,

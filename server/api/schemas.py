@@ -229,7 +229,8 @@ def _bad_request(error: ValidationError) -> BadRequestError:
     first = details[0]
     param = _param(first)
     if first["type"] == "json_invalid" or not param:
-        return BadRequestError(f"The body is no valid JSON object: {first['msg']}")
+        message = f"The body is no valid JSON object: {first['msg']}"
+        return BadRequestError(message, code="invalid_json")
     if first["type"] == "extra_forbidden":
         return BadRequestError(f"Unknown field: {param}", param=param, code="unknown_field")
     if first["type"] == "missing":

@@ -69,6 +69,7 @@ class Plan:
 
     selection: Selection
     num_choices: int
+    choices_param: str  # the field that asks for them
     stream: bool
     include_usage: bool
     prepare: Callable[[Version | None], Awaitable[ValidRequest]]
@@ -147,7 +148,7 @@ class Answer(Response):
 
     async def _work(self, send: Send) -> str:
         server, plan = self._server, self._plan
-        with server.reserve(plan.num_choices):
+        with server.reserve(plan.num_choices, plan.choices_param):
             async with lease(server.registry, server.engine.info, plan.selection) as leased:
                 request = await plan.prepare(leased.version)
                 request = replace(request, blend=leased.blend)

@@ -201,3 +201,20 @@ def test_config_and_tensors_must_both_say_it(
     folder = edit_config(make_adapter(tmp_path, model), **config)
     with pytest.raises(AdapterError, match=reason):
         read(folder, model)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "message"),
+    [
+        ([5, 320], ["q_proj"], "alora_invocation_tokens: the model has no token 320"),
+        ([10**12], ["q_proj"], f"alora_invocation_tokens: the model has no token {10**12}"),
+        ([5], ["embed_tokens"], "cannot change the embedding"),
+    ],
+)
+def test_invocations_that_can_never_come(
+    tmp_path: Path, model: Path, tokens: list[int], targets: list[str], message: str
+) -> None:
+    folder = make_adapter(tmp_path, model, target_modules=targets)
+    edit_config(folder, alora_invocation_tokens=tokens)
+    with pytest.raises(AdapterError, match=message):
+        read(folder, model)

@@ -479,3 +479,11 @@ def test_bad_tokenize_requests(
     toy: ToyServer, path: str, body: dict[str, Any], status: int
 ) -> None:
     assert toy.http.post(path, json=body).status_code == status
+
+
+def test_too_many_choices_are_blamed_on_what_asks_for_them(toy: ToyServer) -> None:
+    for body, param in (
+        ({"prompt": ["a"] * 4096}, "prompt"),
+        ({"prompt": ["a"] * 4096, "n": 2}, "n"),
+    ):
+        assert refused(toy, COMPLETIONS, {"model": "base", **body})["param"] == param
