@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from support.servers import serve
 from support.vocabularies import KINDS as VOCABULARIES
 from support.vocabularies import SHRUNK, make_vocabulary_adapter, vocabulary_logprobs
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 BLOCK_SIZE = 4
 NUM_TOP = 3
 INVOCATION = [5, 6]  # of aLoRAs
@@ -63,9 +63,30 @@ class Tenant:
     oracle: Path | None
 
 
+@dataclass(frozen=True)
+class Files:
+    """A model and adapters of every kind, for all tests: nobody changes them."""
+
+    model: Path
+    adapters: Path
+    cases: list[AdapterCase]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
+    @cache
+    def make(kind: str) -> Files:
+        folder = tmp_path_factory.mktemp(kind)
+        model = tiny_model(folder / "model", kind)
+        adapters = folder / "adapters"
+        return Files(model, adapters, adapters_of_every_kind(adapters, model))
+
+    return make
+
+
 def prompts_for(kind: str) -> list[list[int]]:
     """All requests share them: KV of another adapter would be found if it were looked for."""
-    lengths = (5, 17, 31) if kind == "rope_dynamic" else (5, 18, 70)  # it has 64 positions
+    lengths = (5, 17, 47) if kind == "rope_dynamic" else (5, 18, 70)  # it has 64 positions
     generator = random.Random(kind)
     return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
@@ -121,10 +142,10 @@ async def load_all(engine: InlineEngine, cases: Sequence[AdapterCase]) -> list[T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_adapters_at_once_are_each_as_with_peft(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", kind)
-    prompts = prompts_for(kind)
-    cases = adapters_of_every_kind(tmp_path, model)
+def test_all_adapters_at_once_are_each_as_with_peft(
+    kind: str, files: Callable[[str], Files]
+) -> None:
+    model, cases, prompts = files(kind).model, files(kind).cases, prompts_for(kind)
 
     async def serve_all() -> tuple[list[Tenant], list[list[Collected]]]:
         engine = small_engine(model)
@@ -153,10 +174,8 @@ def test_all_adapters_at_once_are_each_as_with_peft(kind: str, tmp_path: Path) -
     print(f"\n{kind}: largest difference {worst:.1e} over {len(asked)} requests")
 
 
-def test_preempted_requests_are_as_with_peft(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    prompts = prompts_for("llama")
-    cases = adapters_of_every_kind(tmp_path, model)[::3]
+def test_preempted_requests_are_as_with_peft(files: Callable[[str], Files]) -> None:
+    model, cases, prompts = files("llama").model, files("llama").cases[::3], prompts_for("llama")
     block_bytes = kv_block_bytes(load_config(model), BLOCK_SIZE, torch.float32)
 
     async def serve_all() -> tuple[list[Tenant], list[Collected], int]:
@@ -177,18 +196,18 @@ def test_preempted_requests_are_as_with_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen2", "qwen3"])
-def test_over_http_as_with_peft(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model", kind)
-    cases = adapters_of_every_kind(tmp_path / "adapters", model)
+def test_over_http_as_with_peft(kind: str, files: Callable[[str], Files], tmp_path: Path) -> None:
+    model, cases = files(kind).model, files(kind).cases
     generator = random.Random(kind)
     prompts = [[generator.randrange(TOKENIZER_SIZE) for _ in range(length)] for length in (7, 40)]
     tenants = {"base": None} | {case.name: case.oracle for case in cases}
     options = "--device cpu --served-model-name base --max-loras 2 --max-num-batched-tokens 24"
+    options += f" --adapter-dir {files(kind).adapters}"
     asked = [(name, prompt) for name in tenants for prompt in prompts]
     fields = {"max_tokens": NUM_TOKENS, "prompt_logprobs": 0, "logit_bias": ONLY_TEXT}
 
     with (
-        serve(tmp_path, model, *options.split(), "--adapter-dir", str(tmp_path / "adapters")) as s,
+        serve(tmp_path, model, *options.split()) as s,
         ThreadPoolExecutor(len(asked)) as threads,
     ):
         futures = [threads.submit(s.complete, name, prompt, **fields) for name, prompt in asked]
@@ -203,13 +222,12 @@ def test_over_http_as_with_peft(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
-def test_any_chunk_size(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    root = tmp_path_factory.mktemp("chunks")
-    model = tiny_model(root / "model", "mistral")
+def test_any_chunk_size(chunk: int, files: Callable[[str], Files]) -> None:
+    model = files("mistral").model
     chosen = ("all_linear", "embed_tokens", "dora_everything", "lora_bias")
-    cases = [case for case in adapters_of_every_kind(root, model) if case.name in chosen]
+    cases = [case for case in files("mistral").cases if case.name in chosen]
     generator = random.Random(chunk)
-    lengths = (1, 15, 16, 17, 33, 100)
+    lengths = (1, 15, 16, 17, 33, 70)
     prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
     async def serve_all() -> list[tuple[Tenant, list[int], Collected]]:
@@ -227,9 +245,8 @@ def test_any_chunk_size(chunk: int, tmp_path_factory: pytest.TempPathFactory) ->
         check(model, tenant.oracle, prompt, result)
 
 
-def test_two_places_small_cache_and_clients_that_go(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-    cases = adapters_of_every_kind(tmp_path, model)[::5]
+def test_two_places_small_cache_and_clients_that_go(files: Callable[[str], Files]) -> None:
+    model, cases = files("llama").model, files("llama").cases[::5]
     block_bytes = kv_block_bytes(load_config(model), BLOCK_SIZE, torch.float32)
     generator = random.Random(0)
     lengths = [generator.randrange(1, 70) for _ in range(60)]
@@ -269,11 +286,12 @@ class Asked:
     who: dict[str, Any]  # as `StepEngine.add` has it
 
 
-def everyone(root: Path, model: Path, engine: StepEngine) -> Iterator[Asked]:
+def everyone(root: Path, files: Files, engine: StepEngine) -> Iterator[Asked]:
     """The base, adapters of every kind, also with own vocabularies, aLoRAs, blends."""
+    model = files.model
     yield Asked(COMMON, partial(peft_logprobs, model, None), {})
     ids: dict[str, tuple[Path, int]] = {}
-    for case in adapters_of_every_kind(root, model):
+    for case in files.cases:
         ids[case.name] = case.oracle, engine.load(case.folder)
         oracle = partial(peft_logprobs, model, case.oracle)
         yield Asked(COMMON, oracle, {"adapter_id": ids[case.name][1]})
@@ -293,14 +311,16 @@ def everyone(root: Path, model: Path, engine: StepEngine) -> Iterator[Asked]:
         yield Asked(COMMON, oracle, {"blend": weights})
 
 
-def test_everyone_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here there are places for all."""
-    model = tiny_model(tmp_path / "model", "qwen2")
+def test_everyone_in_one_step(
+    files: Callable[[str], Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there are places for all, and each has tokens left when the last has its first."""
+    model = files("qwen2").model
     engine = StepEngine(model, max_num_seqs=64, max_num_batched_tokens=96, max_loras=64)
-    asked = list(everyone(tmp_path, model, engine))
+    asked = list(everyone(tmp_path, files("qwen2"), engine))
     scored: dict[str, Any] = {"logprobs": NUM_TOP, "prompt_logprobs": NUM_TOP}
     for number, one in enumerate(asked):
-        engine.add(str(number), one.prompt, max_tokens=NUM_TOKENS, **one.who, **scored)
+        engine.add(str(number), one.prompt, max_tokens=32, **one.who, **scored)
     sizes, launch = list[int](), engine.runner.launch
 
     def count(step: Step) -> Callable[[], StepResult]:

@@ -154,7 +154,7 @@ def test_a_load_that_cannot_end_is_an_error(
     tmp_path: Path, model: Path, root: Path, adapters: dict[str, Path], end: str, code: int
 ) -> None:
     with (
-        started(tmp_path, model, "--adapter-dir", str(root)) as server,
+        started(tmp_path, model, "--adapter-dir", str(root), "--drain-timeout", "3") as server,
         ThreadPoolExecutor(1) as threads,
     ):
         server.wait_ready()
