@@ -266,7 +266,9 @@ def test_bodies_that_are_no_object(toy: ToyServer, content: bytes) -> None:
     for path in (CHAT, COMPLETIONS, "/tokenize", "/v1/load_lora_adapter"):
         response = toy.http.post(path, content=content, headers=headers)
         assert response.status_code == 400
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "invalid_json"
 
 
 MESSAGE = {"role": "user", "content": "a"}
