@@ -17,7 +17,7 @@ demo: install
 	$(BIN)/lorakeet serve --port $(PORT)
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: install-dev
 	$(BIN)/ruff check .
