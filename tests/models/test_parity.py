@@ -14,7 +14,7 @@ from lorakeet.models.llama import LlamaForCausalLM
 from lorakeet.models.ops import TritonOps
 from lorakeet.models.weights import load_model
 from support.models import KINDS, VOCAB_SIZE, tiny_model
-from support.passes import Passes, reference_logits
+from support.passes import Passes
 
 TOLERANCE = 1e-3
 LENGTHS = {"a": 33, "b": 1, "c": 16, "d": 50}
@@ -31,6 +31,14 @@ PROMPTS = {name: prompt(name, length) for name, length in LENGTHS.items()}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+def reference_logits(folder: Path, tokens: list[int]) -> Tensor:
+    """What transformers says to a whole prompt, in float32: (tokens, vocab)."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
 
 
 @cache

@@ -1,12 +1,10 @@
 """Forward passes without an engine: sequences in scattered cache blocks, any mix of chunks."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from random import Random
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.kv_cache import allocate_kv_cache
@@ -112,11 +110,3 @@ class Passes:
             num_decodes=sum(length == 1 for length in lengths),
             max_context_len=max(context_lens),
         )
-
-
-def reference_logits(folder: Path, tokens: list[int]) -> Tensor:
-    """What transformers says to a whole prompt, in float32: (tokens, vocab)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
