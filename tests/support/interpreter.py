@@ -1,5 +1,6 @@
 """Triton's interpreter in half of its time: without work that has no effect.
 
+It changes what is private to Triton (3.6 to 3.9); a Triton that has none of it is left as it is.
 As a command: runs a script with its arguments, in such an interpreter.
 """
 
@@ -21,6 +22,8 @@ from lorakeet.kernels import lora_linear
 def quicken() -> None:
     """Results stay the same, but for the order of a shrink's sums."""
     vars(lora_linear)["_SHRINK_PROGRAMS"] = 10  # most of them would have no work
+    if not _is_known():
+        return
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # else sums are checked for overflow, and nobody is told
         builder.options = replace(builder.options, sanitize_overflow=False)
@@ -28,7 +31,14 @@ def quicken() -> None:
     InterpretedFunction.__call__ = _call
 
 
-_find_np_dtype = cache(interpreter._get_np_dtype)
+def _is_known() -> bool:
+    names = ("interpreter_builder", "_get_np_dtype", "_patch_lang")
+    return all(hasattr(interpreter, name) for name in names) and hasattr(
+        InterpretedFunction, "rewrite"
+    )
+
+
+_find_np_dtype = cache(getattr(interpreter, "_get_np_dtype", type))
 
 
 def _np_dtype(dtype: Any) -> Any:
