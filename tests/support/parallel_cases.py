@@ -1,6 +1,7 @@
 """Models and adapters for tensor parallelism: made once, with PEFT's scores, and run by ranks."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,13 +24,13 @@ from lorakeet.models.batch import ForwardBatch
 from lorakeet.models.norm import RMSNorm
 from lorakeet.models.process_group import ProcessGroup
 from lorakeet.models.weights import DtypeName, load_model
-from support.deltas import WORKERS
 from support.passes import Passes, epilogues
 from support.ranks import CountingGroup
 
 Blend = tuple[tuple[str, float], ...]  # adapters by name, and their weights
 
 _MAX_RANK = 64
+_WORKERS = ThreadPoolExecutor(4)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _run_case(
             specs,
             max_rank=_MAX_RANK,
             dtype=model.dtype,
-            workers=WORKERS,
+            workers=_WORKERS,
             base_weights=BaseWeights(model),
         )
         for name, folder in case.adapters.items()
