@@ -16,6 +16,7 @@ help:
 demo: install
 	$(BIN)/lorakeet serve --port $(PORT)
 
+# Files in order: those that take long come first, and no core is idle at the end.
 test: install-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 

@@ -46,7 +46,7 @@ def make_adapter(
     )
     model = get_peft_model(copy.deepcopy(base_model(model_folder)), config)
     randomise(model, torch.Generator().manual_seed(seed))
-    model.create_or_update_model_card = lambda folder: None  # a third of the time
+    model.create_or_update_model_card = lambda folder: None  # nobody reads it
     model.save_pretrained(str(folder))
     return folder
 

@@ -30,7 +30,7 @@ from support.ranks import CountingGroup
 Blend = tuple[tuple[str, float], ...]  # adapters by name, and their weights
 
 _MAX_RANK = 64
-_WORKERS = ThreadPoolExecutor(4)
+_WORKERS = ThreadPoolExecutor(4)  # ranks start without PEFT, so not those of support.deltas
 
 
 @dataclass(frozen=True)
